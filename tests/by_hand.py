@@ -662,10 +662,9 @@ def train_on(c, adam, name, evaluate, learn, n):
     return log
 
 
-def sft(c, train, val, adapt=None):
-    """A run of sft.py from a folder. adapt(policy): the parameters to train; None: all."""
+def sft(c, train, val):
+    """A run of sft.py from a folder."""
     policy = language_model(c.init_from)
-    trained = list(adapt(policy) if adapt else policy.parameters())
 
     def loss_of(rows):
         """The mean over the tokens of the completions and their EOS."""
@@ -680,12 +679,15 @@ def sft(c, train, val, adapt=None):
     def evaluate():
         return {"eval/loss": loss_of(held_out_of(c, val)).item()}
 
-    log = train_on(c, AdamW(trained, c), "policy", evaluate, learn, len(train))
+    log = train_on(c, AdamW(policy.parameters(), c), "policy", evaluate, learn, len(train))
     return log, dict(policy=policy)
 
 
-def rm(c, train, val, demonstrations):
-    """A run of rm.py. What scores 0 in the end: the demonstrations, or else val's chosen ones."""
+def rm(c, train, val, demonstrations, adapt=None):
+    """
+    A run of rm.py. What scores 0 in the end: the demonstrations, or else val's chosen ones.
+    adapt(model): the parameters to train; None: all.
+    """
     model = scalar_model(c.init_from, c.seed if c.new_head else None)
     model.shift = 0.0
 
@@ -732,7 +734,7 @@ def rm(c, train, val, demonstrations):
             "loss/preference": loss.item(), "loss/centring": square.item(),
             "train/accuracy": mean([hit(p) for p in chances])}
 
-    adam = AdamW(parameters_of(model).values(), c)
+    adam = AdamW(adapt(model) if adapt else parameters_of(model).values(), c)
     log = train_on(c, adam, "reward_model", evaluate, learn, len(train))
     zero = [(row, "completion") for row in demonstrations] or [(row, "chosen") for row in val]
     model.shift = -mean([score(*one).item() for one in zero])

@@ -1,7 +1,6 @@
 """batches.py: the table of columns against the batches of real runs; micro-batches."""
 import itertools
 import json
-import os
 import re
 import shutil
 
@@ -12,11 +11,10 @@ import batches
 import parallel
 from batches import MAX_PADDING, deal_rows, micro_batches
 from formulas import masked_sum
-from tiny import EOS, ROOT, jsonl, keys_of, well, write
+from tiny import EOS, jsonl, keys_of, well, write
 
-LINE = r"    (\S+) +\((B,|B, T)\) +(int64|bool|float) +(.+?)  +(.+)"  # of the table
-TABLE = {name: dict(dims=dims, dtype=dtype, writers=writers, readers=readers)
-         for name, dims, dtype, writers, readers in re.findall(LINE, batches.__doc__)}
+LINE = r"    (\S+) +\((B,|B, T)\) +(int64|bool|float) "  # of the table
+TABLE = {name: (dims, dtype) for name, dims, dtype in re.findall(LINE, batches.__doc__)}
 CHAT = """{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for m in messages %}
 {{ m.role + m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>
 {% endfor %}<eos>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"""
@@ -68,33 +66,10 @@ def test_the_table_of_columns_is_that_of_real_batches(world, tmp_path):
         for name, (dims, kind) in columns_of(script, tmp_path / str(number), keys).items():
             name = re.sub("^reward/.+", "reward/NAME", name)
             wide = "float64" if dtype == "float64" else "float32"
-            wanted = TABLE[name]["dtype"].replace("float", wide)
-            assert (dims, kind) == (TABLE[name]["dims"], f"torch.{wanted}"), (script, number, name)
+            wanted = TABLE[name][1].replace("float", wide)
+            assert (dims, kind) == (TABLE[name][0], f"torch.{wanted}"), (script, number, name)
             seen.add(name)
     assert seen == TABLE.keys()
-
-
-def source_of(name):
-    """The code of a script, "ppo"; or of a function, "metrics.summarize", "as_batch"."""
-    file, _, function = name.rpartition(".")
-    if name in ("ppo", "grpo"):
-        file, function = name, ""
-    paths = [f"{ROOT}/{folder}{file or 'batches'}.py" for folder in ("", "options/")]
-    with open(next(filter(os.path.exists, paths), paths[-1]), encoding="utf-8") as f:
-        text = f.read()
-    if not function:
-        return text
-    found = re.finditer(rf"^( *)def {function}\(.*?(?=^\1\S|\Z)", text, re.M | re.S)
-    return "".join(each[0] for each in found)
-
-
-def test_who_the_table_says_writes_and_reads_a_column_does():
-    for name, line in TABLE.items():
-        if line["writers"] == "forward_batch":  # the page names the columns
-            continue
-        word = "reward/" if "NAME" in name else rf"\b{name}\b"
-        for who in f"{line['writers']}, {line['readers']}".split(", "):
-            assert re.search(word, source_of(who.strip())), (name, who)
 
 
 @pytest.mark.parametrize("ranks, size, most",

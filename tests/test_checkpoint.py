@@ -73,19 +73,6 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_used(world, tmp_path):
     assert_one_line(run("ppo.py", tmp_path, keys), "ppo.py", "none of the checkpoints is good")
 
 
-def test_a_folder_of_another_run(world, tmp_path):
-    """Of another script's run the line names the script, else the key that differs."""
-    keys = keys_of(world, "rm.py", max_iters=1, eval_interval=9)
-    out = well("rm.py", tmp_path, keys)
-    log = read_log(out)
-    for other in ("ppo.py", "grpo.py", "sft.py"):
-        result = run(other, tmp_path, keys_of(world, other, batch_size=6))
-        assert_one_line(result, other, "a run of rm.py", "--out_dir")
-    result = run("rm.py", tmp_path, keys | dict(batch_size=6))
-    assert_one_line(result, "rm.py", "batch_size = 5, not 6", "--out_dir")
-    assert read_log(out) == log  # nothing is lost
-
-
 def full():
     """No file may be larger: as on a full disk, the weights cannot be written."""
     import resource

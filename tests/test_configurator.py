@@ -162,27 +162,17 @@ def test_each_config_file_fits_its_script_and_each_default_its_range():
 
 
 @pytest.mark.parametrize("script, key, hint", [
-    ("ppo.py", "beta", "kl_coef"), ("ppo.py", "lr", "learning_rate"),
-    ("ppo.py", "num_generations", "group_size"), ("sft.py", "save_steps", "checkpoint_interval"),
+    ("ppo.py", "lr", "learning_rate"), ("ppo.py", "num_generations", "group_size"),
     ("grpo.py", "deepspeed", "zero_stage"), ("sft.py", "resume_from_checkpoint", "same command"),
-    ("grpo.py", "max_completion_length", "max_new_tokens"), ("grpo.py", "epsilon", "cliprange"),
     ("rm.py", "bf16", "dtype=bfloat16"), ("sft.py", "model", "init_from"),
     ("grpo.py", "actor_rollout_ref.rollout.n", "group_size"), ("grpo.py", "rollout.n", "group_"),
     ("ppo.py", "actor_learning_rate", "learning_rate"), ("sft.py", "group_size", "of grpo.py"),
-    ("ppo.py", "batch_sise", "'batch_size'"), ("ppo.py", "temprature", "'temperature'"),
-    ("grpo.py", "mini_batch_size", "num_minibatches"), ("ppo.py", "gae_lambda", "lam"),
-    ("ppo.py", "mini_batch_size", "micro_batch_size"), ("sft.py", "val_size", "val_path"),
-    ("rm.py", "beta", "of ppo.py and grpo.py, not of this"), ("sft.py", "kl_penalty", "not of"),
-    ("ppo.py", "critic_lr", "value_learning_rate"), ("grpo.py", "value_lr", "of ppo.py"),
-    ("rm.py", "checkpoint_dir", "out_dir"), ("ppo.py", "device_map", "zero_stage"),
-    ("ppo.py", "target_kl", "kl_controller"), ("ppo.py", "clip_grad", "grad_clip"),
-    ("ppo.py", "config", "type its path alone"), ("grpo.py", "rollout_n", "group_size"),
-    ("sft.py", "prompt_key", "fields"), ("sft.py", "mixed_precision", "dtype"),
-    ("sft.py", "resume", "same command"), ("grpo.py", "reward_model", "reward_path"),
-    ("ppo.py", "run_name", "out_dir"), ("ppo.py", "dataset", "prompts_path"),
-    ("ppo.py", "batch-size", "'batch_size'"), ("ppo.py", "no_compile", "--compile=False"),
+    ("ppo.py", "temprature", "'temperature'"), ("grpo.py", "mini_batch_size", "num_minibatches"),
+    ("rm.py", "beta", "of ppo.py and grpo.py, not of this"), ("grpo.py", "value_lr", "of ppo.py"),
+    ("ppo.py", "target_kl", "kl_controller"), ("ppo.py", "config", "type its path alone"),
+    ("ppo.py", "dataset", "prompts_path"), ("ppo.py", "batch-size", "'batch_size'"),
     ("ppo.py", "no-gradient-checkpointing", "--gradient_checkpointing=False"),
-    ("ppo.py", "foo", "--help"), ("ppo.py", "xyz_steps", "--help")])
+    ("ppo.py", "xyz_steps", "--help")])
 def test_an_unknown_key_is_told_of_the_right_one(script, key, hint):
     page = f"{ROOT}/docs/coming_from_trl.md"
     if hint != "--help" and not os.path.exists(page):

@@ -1,4 +1,4 @@
-"""options/: averages by hand, whole shards. (Other options: test_by_hand_options.py.)"""
+"""options/: averages by hand, whole shards. (Other options: evidence/tests.)"""
 import signal
 
 from tiny import assert_same_run, assert_stopped, at, keys_of, read_weights, run, well

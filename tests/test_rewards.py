@@ -9,7 +9,7 @@ from grading import answers
 from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
 from prompts import Rows, prompt_row, read_rows
-from rewards import (add_scores, same_score_for_same_text, check_rows, lacks_shift, last_real,
+from rewards import (add_scores, same_score_for_same_text, check_rows, last_real,
                      reward_terms, score_batch, score_sequences)
 from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
 
@@ -44,23 +44,20 @@ RIGHT = [  # answer, responses that are right, others that are wrong
     # letters that look the same, and what nobody sees
     ("S\u00e3o Paulo", ["Sa\u0303o Paulo", "SA\u0303O\xa0PAULO.", "\u2060S\u00e3o Paulo"],
      ["Sao Paulo"]),
-    ("42", ["42\u200b", "\ufeff42", "4\xad2", "\u200e42\u200f", "\u202a42\u202c"], ["4\u200b 2"]),
+    ("42", ["42\u200b", "\ufeff42", "4\xad2", "\u200e42\u200f"], ["4\u200b 2"]),
     # blanks in a number, and punctuation of other scripts; on both sides
-    ("1000", ["1\u202f000", "1\xa0000", "1\u2009000", "1000。", "1000．", "1000｡", "1，000",
-              "1，000.0。"],
-     ["1\xa000", "1\xa00000", "1\xa0000\xa00", "0\xa01000", "1。000", "100。0", "1000!"]),
+    ("1000", ["1\u202f000", "1\xa0000", "1000。", "1，000", "1，000.0。"],
+     ["1\xa000", "1\xa0000\xa00", "1。000", "100。0", "1000!"]),
     ("1\u202f234\u202f567.5", ["1234567.5", "1,234,567.5", "1\xa0234\xa0567．5"], ["1234567"]),
-    ("3.5", ["3．5", "3．5。"], ["。35", "35。"]),
-    ("(1, 2)", ["(1， 2)", "(1、 2)", "（１， ２）"], ["(1 2)"]),
+    ("3.5", ["3．5"], ["35。"]), ("(1, 2)", ["(1、 2)", "（１， ２）"], ["(1 2)"]),
     ("-5%", ["–5%", "－５％"], ["5%", "_5%"]), ('"a"', ["“a”", "＂ａ＂"], ["a"]),
     ("it's", ["it’s", "it‘s", "itʼs"], ["its", "it”s"]), ("10²", ["10²"], ["102"]),
-    ("5", ["5。", "５。"], ["5!", "5；"]), ("巴黎", ["巴黎。", "巴黎．"], ["巴"]),
+    ("巴黎", ["巴黎。"], ["巴"]),
     # several lines: all of a box, of a tag, of the row's answer; of bare text as many
     (MATRIX, [rf"so \boxed{{{MATRIX}}}", f"<answer>\n{MATRIX}\n</answer>", f"it is\n\n{MATRIX}",
               f"#### {MATRIX}", MATRIX.replace("\n", " ")], [
         rf"\boxed{{{OTHER}}}", f"<answer>{OTHER}</answer>", f"it is\n{OTHER}", f"#### {OTHER}",
         r"\boxed{\end{pmatrix}}", r"\end{pmatrix}", r"\begin{pmatrix}"]),
-    (rf"so \boxed{{{MATRIX}}}", [rf"\boxed{{{MATRIX}}}"], [rf"\boxed{{{OTHER}}}"]),
     (f"so\n#### {MATRIX}", [rf"\boxed{{{MATRIX}}}"], [rf"\boxed{{{OTHER}}}"]),
     ("1 2\n3 4", ["<answer>1 2\n3 4</answer>", "\\boxed{\n1 2\n3 4\n}", "grid:\n1 2\n\n3 4\n"], [
         "3 4", "<answer>3 4</answer>", "\\boxed{5 6\n3 4}", "3 4\n1 2"]),
@@ -172,56 +169,19 @@ def test_where_a_score_is_read(world):
         assert got == pytest.approx(want, abs=1e-12)
 
 
-@pytest.mark.parametrize("finished, shift", [([True, False, True], -2.0), ([False] * 3, -4.0)])
-def test_the_zero_of_a_reward_model_of_others(finished, shift):
-    """The mean of the responses that ended, if there are any; it is kept, and the value has it."""
-    from options.ahead import ahead_of
-
-    def rollout(purpose, iteration, rows, numbers):
-        asked.append(purpose)
-        scores = torch.tensor([1.0, 8.0, 3.0]) + reward.score_shift
-        batch = {"reward/reward_model": scores, "reward/length": torch.ones(3),
-                 "finished": torch.tensor(finished), "slot": torch.arange(3),
-                 "lengths": torch.ones(3).long(), "tokens": torch.arange(3)[:, None],
-                 "turn_rewards": torch.ones(3, 1)}
-        add_scores(batch, terms)
-        return batch
-
-    terms = reward_terms("2*reward_model,length")
-    for init in "reward", "policy":
-        asked, value = [], SimpleNamespace(score_shift=0.0)
-        reward = SimpleNamespace(hf=SimpleNamespace(config=SimpleNamespace()), score_shift=0.0)
-        run = SimpleNamespace(models=dict(reward_model=reward, value_model=value), state={},
-                              max_iters=3, iteration=0, folder=None, enter=lambda phase: None)
-        config = dict(importance_cap=0.0, value_init=init)
-        early = ahead_of(rollout, run, config, keys_of_system(), [], lambda k: [], terms)
-        early("eval", 0, [], [])
-        first = early("rollout", 0, [], [])
-        assert asked == ["rollout", "eval"]  # it is not sampled again
-        assert reward.score_shift == run.state["score_shift"] == shift
-        assert value.score_shift == (shift if init == "reward" else 0)
-        again = rollout("rollout", 0, [], [])
-        assert all(torch.equal(x, again[name]) for name, x in first.items())
-        assert not lacks_shift(reward) and "batches" not in run.__dict__
-
-
 ROW = "[[0, 0.5, 1, 0]] * 2"
 NUMBERS = {  # what a rule returns for two responses: the scores and token_rewards, or what is said
     "torch.tensor([[0, 0.5, 1, 0], [0, -1, 0, 0]])":
         ([3.0, -2.0], [[0, 1, 2, 0], [0, -2, 0, 0]]),
     f"numpy.array({ROW}, dtype='float32')": ([3.0, 3.0], [[0, 1, 2, 0]] * 2),
-    f"torch.tensor({ROW}, requires_grad=True)": ([3.0, 3.0], [[0, 1, 2, 0]] * 2),
     "batch['response_mask']": ([4.0, 4.0], [[0, 2, 2, 0]] * 2),
     "torch.tensor([[0, NAN, NAN, 0], [0, 1, 1, 0]])": ([NAN, 4.0], [[0] * 4, [0, 2, 2, 0]]),
-    "torch.tensor([[NAN] * 4, [0, 0, 0, 0]])": ([NAN, 0.0], [[0] * 4] * 2),
     "[1, 0.5]": ([2.0, 1.0], [[0] * 4] * 2),
     "torch.tensor([[0, 1, 1, 0], [0, 1, 1, 5]])": "5.0 in column 3 of the row with the prompt 'b'",
     "torch.tensor([[0.5, 1, 1, 0]] * 2)": "0.5 in column 0 of the row with the prompt 'a': a token",
-    "torch.tensor([[0, NAN, 1, 0]] * 2)": "nan in column 1",
     "torch.tensor([[0, 1, 1e39, 0]] * 2)": "inf in column 2 .* no finite number",
     "torch.tensor([[0, 1, 1, NAN]] * 2)": "nan in column 3",
     "torch.ones(2, 3)": r"\(2, 3\): wanted .* \(2,\), or .*\(2, 4\)",
-    "torch.ones(1, 4)": r"\(1, 4\)", "torch.ones(2, 1)": r"\(2, 1\)", "torch.ones(2, 4, 1)": "4, 1",
     "[[0, 1, 1, 0]] * 2": "tensor"}
 
 

@@ -56,8 +56,6 @@ def uneven(rank):
 STILL = dict(dtype="bfloat16", cliprange=3e-4, learning_rate=1e-30, num_minibatches=3, kl_coef=0,
              max_iters=2, eval_path="")
 CASES = {"grpo": ("grpo.py", dict(cliprange_high=4e-4, num_iterations=1)),
-         "gspo": ("grpo.py", dict(cliprange_high=4e-4, num_iterations=1, loss_type="gspo",
-                                  num_minibatches=1)),
          "ppo": ("ppo.py", dict(value_learning_rate=1e-30, ppo_epochs=1))}
 
 
@@ -71,7 +69,7 @@ def test_a_policy_that_stands_still_is_on_policy_to_the_last_bit(world, tmp_path
     script, keys = CASES[name]
     out = well(script, tmp_path, keys_of(world, script, **STILL | keys), before=uneven)
     for record in read_log(out)[:-1]:
-        assert record["policy/steps"] > (name != "gspo")
+        assert record["policy/steps"] > 1
         assert 0.03 < record["policy/sampler_gap"] < 0.07
         assert record["policy/clipfrac"] == record["policy/approx_kl"] == 0
         assert record["policy/ratio_gap"] == 0

@@ -147,8 +147,6 @@ def blanks(tmp_path_factory):
 BACKENDS = {  # pre-tokenizer, decoder: they write a blank in front of a text
     "ByteLevel": (pre_tokenizers.ByteLevel(), decoders.ByteLevel()),
     "no words": (pre_tokenizers.ByteLevel(use_regex=False), decoders.ByteLevel()),
-    "words before": (pre_tokenizers.Sequence([
-        pre_tokenizers.ByteLevel(), pre_tokenizers.Split(" ", "isolated")]), decoders.ByteLevel()),
     # of a text, not of all bytes: x01 is lost
     "few letters": (pre_tokenizers.ByteLevel(), decoders.ByteLevel()),
     "Metaspace": (pre_tokenizers.Metaspace(), decoders.Metaspace()),

@@ -321,12 +321,18 @@ def grpo(c, train, val):
 # the reward model ---------------------------------------------------------------------------------
 
 def rm(c, train, val, demonstrations):
-    """A run of rm.py, with an adapter, or with teachers."""
+    """A run of rm.py, with an adapter; or with teachers, whose scores it learns."""
+    if not c.teacher:
+        adapters = []
+
+        def adapt(model):
+            adapters.append(Adapters(model.trunk, *c.lora, c.seed))
+            return [*adapters[0].parameters(), model.head]
+
+        log, models = by_hand.rm(c, train, val, demonstrations, adapt)
+        adapters[0].merge()
+        return log, models
     model = scalar_model(c.init_from, c.seed)
-    trained, adapters = list(parameters_of(model).values()), None
-    if c.lora:
-        adapters = Adapters(model.trunk, *c.lora, c.seed)
-        trained = [*adapters.parameters(), model.head]
     fields = ["chosen", "rejected"] if "chosen" in train[0] else ["completion"]
 
     def score(row, field, of=model, path=""):
@@ -344,10 +350,7 @@ def rm(c, train, val, demonstrations):
                     for a, b in zip(said, raw, strict=True)]
         return said
 
-    wanted, held_out = [], []
-    if c.teacher:
-        wanted = ask(train, fields)
-        held_out = ask(by_hand.held_out_of(c, val), ["chosen", "rejected"])
+    wanted, held_out = ask(train, fields), ask(by_hand.held_out_of(c, val), ["chosen", "rejected"])
 
     def follow(row, theirs):
         """
@@ -358,34 +361,28 @@ def rm(c, train, val, demonstrations):
         figures = {"loss/score": sum((x - y) ** 2 for x, y in zip(ours, theirs, strict=True))
                    / len(ours)}
         if len(ours) == 2:
-            p = 1 / (1 + math.exp(theirs[1] - theirs[0])) if c.teacher else 1.0
-            q = 1 / (1 + torch.exp(ours[1] - ours[0]))
+            p, q = 1 / (1 + math.exp(theirs[1] - theirs[0])), 1 / (1 + torch.exp(ours[1] - ours[0]))
             figures["loss/preference"] = -p * torch.log(q) - (1 - p) * torch.log(1 - q)
             figures["train/accuracy"] = 0.5 + 0.5 * torch.sign(ours[0] - ours[1]).detach()
         return figures
 
     def learn(picked):
-        each = [follow(train[i], wanted[i] if wanted else [0.0, 0.0]) for i in picked]
+        each = [follow(train[i], wanted[i]) for i in picked]
         means = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
         loss = c.preference_coef * means.get("loss/preference", 0.0)
-        if not c.teacher:
-            del means["loss/score"]
-        return loss + c.score_coef * means.get("loss/score", 0.0), {
+        return loss + c.score_coef * means["loss/score"], {
             name: x.item() for name, x in means.items()}
 
     def evaluate():
         ours = [[score(row, field).item() for field in ("chosen", "rejected")]
                 for row in by_hand.held_out_of(c, val)]
-        figures = {"eval/loss": mean([math.log(1 + math.exp(b - a)) for a, b in ours])}
-        if c.teacher:
-            same = [(a > b) == (x > y) for (a, b), (x, y) in zip(ours, held_out, strict=True)]
-            figures |= {"eval/agreement": mean(same), "eval/correlation":
-                        statistics.correlation(flat(ours), flat(held_out))}
-        return figures
+        same = [(a > b) == (x > y) for (a, b), (x, y) in zip(ours, held_out, strict=True)]
+        return {"eval/loss": mean([math.log(1 + math.exp(b - a)) for a, b in ours]),
+                "eval/agreement": mean(same),
+                "eval/correlation": statistics.correlation(flat(ours), flat(held_out))}
 
-    log = by_hand.train_on(c, AdamW(trained, c), "reward_model", evaluate, learn, len(train))
+    adam = AdamW(parameters_of(model).values(), c)
+    log = by_hand.train_on(c, adam, "reward_model", evaluate, learn, len(train))
     zero = [(row, "completion") for row in demonstrations] or [(row, "chosen") for row in val]
     model.shift = -mean([score(*one).item() for one in zero])
-    if adapters:
-        adapters.merge()
     return log, dict(reward_model=model)

@@ -1,10 +1,12 @@
 """
 Whole runs with options against by_hand_options.py, within 1e-9, as in test_by_hand.py: on several
 ranks, with roles, or stopped and begun again, perhaps in another layout. And runs whose keys are
-drawn: combinations of which nobody has thought. (evidence/tests/test_drawn.py draws more.)
+drawn, combinations of which nobody has thought: QUARTET_DRAWN=50 in the environment, so many of
+each script.
 """
 import inspect
 import json
+import os
 import random
 import shutil
 import signal
@@ -19,7 +21,7 @@ from safetensors.torch import save_file
 from test_by_hand import GRPO, PAIRS, PPO, assert_agrees, files_of, folders_of
 from tiny import assert_one_line, assert_stopped, at, jsonl, run, well, write
 
-DRAWN = 2  # runs with drawn keys of each script
+DRAWN = int(os.environ.get("QUARTET_DRAWN", 4))
 LAYOUTS = test_by_hand.LAYOUTS | {
     "generate": (2, dict(roles="train=1,generate=1")),
     "three roles": (3, dict(roles="train=1,generate=1,score=1"))}
@@ -27,9 +29,10 @@ NONE = dict(ref_path="", staleness=0, importance_cap=0.0, turns=0, lora=(), ema_
             keep_best="")
 PPO = PPO | NONE | dict(texts=False, ptx_coef=1.0)
 GRPO = GRPO | NONE | dict(max_refills=0, refill_by="")
-RM = {key: x for key, x in PAIRS.items() if key not in (
-    "label_smoothing", "centre_coef", "use_confidence")}
-RM |= dict(max_iters=3, lora=(), teacher=[], score_coef=0.0, preference_coef=1.0, train="pairs")
+RM = PAIRS | dict(
+    max_iters=3, lora=(), teacher=[], score_coef=0.0, preference_coef=1.0, train="pairs")
+NOT_OF = {True: ["label_smoothing", "centre_coef", "use_confidence"],  # keys, with a teacher or not
+          False: ["score_coef", "preference_coef"]}
 EVAL = dict(eval_interval=1, eval_size=0)
 CASES = {  # name: (layout, branches that must be taken, keys)
     # an environment's words count nowhere, and its pay for a turn counts from there on
@@ -148,11 +151,8 @@ def typed_keys(world, keys, script, more):
         typed["ref_path"] = getattr(world, keys["ref_path"])
     if keys.get("teacher"):
         typed["teacher"] = ",".join(getattr(world, name) for name in keys["teacher"])
-    if not keys.get("texts"):
-        typed.pop("ptx_coef", 0)
-    if not keys.get("teacher"):
-        typed.pop("score_coef", 0), typed.pop("preference_coef", 0)
-    return typed
+    left_out = NOT_OF[bool(keys.get("teacher"))] + ["ptx_coef"] * (not keys.get("texts"))
+    return {key: x for key, x in typed.items() if key not in left_out}
 
 
 def work_out(world, keys, script):
