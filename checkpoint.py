@@ -148,8 +148,7 @@ def paths_in(config, keys=("_path", "init_from", "teacher", "value_init")):
 def lock(out_dir):
     """Lock out_dir/.lock for this process. If another one has it, wait a little for its end."""
     global lock_file
-    path = os.path.join(out_dir, ".lock")
-    lock_file = open(path, "a", encoding="utf-8")
+    lock_file = open(os.path.join(out_dir, ".lock"), "a", encoding="utf-8")
     for attempt in range(LOCK_WAIT * 10):
         try:
             return fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,22 +4,17 @@ the same command is run again; what it leaves must be, bit for bit, what a run l
 nothing has happened.
 
     python evidence/tests/campaign.py --kills=60             # fails on any difference
-    python evidence/tests/campaign.py --kills=60 --roles     # ranks with roles, staleness, shards
-    python evidence/tests/campaign.py --only='["ppo 2", ["file", 0, 37, "before"]]'  # one once more
+    python evidence/tests/campaign.py --only='["ppo 2", ["call", 0, 37, "before"]]'  # one once more
 
 Nothing in the scripts knows of it: the process of a rank is a fork of this one, in which the calls
-are wrapped before the script begins. A fault is [KIND, VICTIM, AT, WHEN]; the kinds are
-    collective    the AT-th call of a collective by the rank VICTIM. before | after it
-    compute       likewise of a model, of backward, of an optimizer's step
-    file          likewise of rename, unlink, mkdir, fsync, ... in out_dir
-    write         likewise of a file that is written there. before | empty | half (of it) | after
-    line          AT lines are in the log: kill -9 of a rank, of "all", or of the "launcher" alone
-    signal        as line, but the run is only asked, by the signal WHEN: it saves and ends with 0
+are wrapped before the script begins: of collectives, and of all that changes a file in out_dir. A
+fault is [KIND, VICTIM, AT, WHEN]; the kinds are
+    call    the AT-th of these calls by the rank VICTIM. before | behind (a file is half written)
+    line    AT lines are in the log: kill -9 of a rank, of "all", or of the "launcher" alone
 A second fault hits the run that resumes.
 """
 import argparse
 import builtins
-import collections
 import functools
 import hashlib
 import json
@@ -38,121 +33,92 @@ import conftest  # noqa: F401  first: it puts the repository on the path
 import tiny
 
 TIMEOUT, GRACE = 20, 25  # seconds: of the scripts; and how much later a rank must have ended
-KINDS = ["collective", "file", "write", "line", "compute", "signal"]
 NEW_HEAD = dict(value_init="policy", reward_functions="9*reward_model")  # it finds a unit
-# name: script, ranks, keys, iterations between checkpoints
-JOBS = {
-    "sft 1": ("sft.py", 1, dict(max_iters=4), 2),
+JOBS = {  # name: script, ranks, keys, iterations between checkpoints
     "sft 3": ("sft.py", 3, dict(max_iters=4, lora="2", keep_checkpoints=2), 1),
     "rm 2": ("rm.py", 2, dict(), 1),
     "ppo 1": ("ppo.py", 1, dict(keep_best="score", ema_decay=0.5, save_rollouts=1), 1),
     "ppo 2": ("ppo.py", 2, NEW_HEAD | dict(value_init="shared", lr_decay="cosine"), 1),
     "grpo 2": ("grpo.py", 2, dict(max_refills=2, refill_by="sometimes", max_iters=4), 2),
-    "grpo 3": ("grpo.py", 3, dict(keep_best="score", eval_interval=1), 1)}
-STAGES = NEW_HEAD | dict(zero_stage="policy=3,value=1", num_minibatches=1, batch_size=6)
-ROLE_JOBS = {
+    "ppo, shards": ("ppo.py", 2, NEW_HEAD | dict(
+        zero_stage="policy=3,value=1", num_minibatches=1, batch_size=6), 1),
     "ppo, three roles": ("ppo.py", 3, dict(roles="train=1,generate=1,score=1", staleness=1), 1),
     "grpo, four ranks": ("grpo.py", 4, dict(roles="train=2,generate=1,score=1", staleness=2), 2),
     "grpo, two roles": ("grpo.py", 2, dict(roles="train=1,generate=1", max_refills=1), 1),
     "grpo, stale": ("grpo.py", 1, dict(staleness=2, max_iters=4), 1),
-    "ppo, stale": ("ppo.py", 2, dict(staleness=1, importance_cap=2), 1),
-    "ppo, shards": ("ppo.py", 2, STAGES, 1)}
+    "ppo, stale": ("ppo.py", 2, dict(staleness=1, importance_cap=2), 1)}
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier", "recv",
                "isend", "reduce_scatter_tensor", "new_group", "init_process_group",
                "destroy_process_group")
+FILES = "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync"  # rmtree calls these
 
 
 # ---------------------------------------------------------------------------------------------
 # in a rank: count the calls, and die at one of them
 
 
-def inject(rank, script, fault, listed):
-    """
-    Wrap every call between which a kill can come. Each is listed in the file `listed`, a line of
-    KIND and what it is; at the one that is the fault this process kills itself.
-    """
-    import safetensors.torch
-    import torch
+def inject(rank, fault, counted):
+    """Wrap every call between which a kill can come. The file `counted` gets a byte for each."""
     import torch.distributed as dist
     from transformers import modeling_utils
 
     import checkpoint
-    import model
 
-    out, counts, real_open = os.path.abspath("out"), collections.Counter(), builtins.open
-    list_file = os.open(listed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    out, real_open, real_save = os.path.abspath("out"), builtins.open, checkpoint.save_file
+    count_file = os.open(counted, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    numbers = iter(range(1, sys.maxsize))
 
-    def reach(kind, number, when):
-        if fault == [kind, rank, number, when]:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def begin(kind, what):
-        frame = sys._getframe(1)
-        while frame and frame.f_code.co_filename != script:
-            frame = frame.f_back
-        at = (frame.f_lineno, frame.f_globals.get("iteration")) if frame else ()
-        counts[kind] += 1
-        os.write(list_file, f"{kind}\t{what} {at}\n".encode())
-        reach(kind, counts[kind], "before")
-        return counts[kind]
+    def reach():
+        """A call comes, and perhaps the end before it. Whether the end comes behind it."""
+        os.write(count_file, b".")
+        number = next(numbers)
+        if fault == ["call", rank, number, "before"]:
+            die()
+        return fault == ["call", rank, number, "behind"]
 
-    def inside(path):
-        return isinstance(path, int) or os.path.abspath(path).startswith(out)
+    def inside(path, dir_fd=None, **_):
+        return dir_fd is not None or isinstance(path, int) or os.path.abspath(path).startswith(out)
 
-    def wrap(owner, name, kind):
+    def wrap(owner, name, counts=lambda *args, **how: True):
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*args, **how):
-            if kind == "file" and not (how.get("dir_fd") is not None or inside(args[0])):
-                return original(*args, **how)
-            number = begin(kind, name)
+            dies = counts(*args[:1], **how) and reach()
             try:
                 return original(*args, **how)
-            finally:  # also after one that fails
-                reach(kind, number, "after")
+            finally:  # also behind one that fails
+                if dies:
+                    die()
 
         setattr(owner, name, wrapped)
 
     for name in COLLECTIVES:
-        wrap(dist, name, "collective")
-    for owner, name in ((model.Model, "states"), (torch.Tensor, "backward"),
-                        (torch.optim.AdamW, "step")):
-        wrap(owner, name, "compute")
-    # rmtree and makedirs call these, one by one
-    for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync"):
-        wrap(os, name, "file")
+        wrap(dist, name)
+    for name in FILES:
+        wrap(os, name, inside)
 
-    def half(path, start, number):
-        if fault == ["write", rank, number, "half"]:
-            os.truncate(path, start + (os.path.getsize(path) - start) // 2)
-            reach("write", number, "half")
+    def cut(path, start):
+        os.truncate(path, start + (os.path.getsize(path) - start) // 2)
+        die()
 
     def opened(path, mode="r", *args, **how):
         if not set("wax+") & set(mode) or isinstance(path, int) or not inside(path):
             return real_open(path, mode, *args, **how)
-        number = begin("write", f"{os.path.basename(path)} ({mode})")
-        file = real_open(path, mode, *args, **how)
+        dies, file = reach(), real_open(path, mode, *args, **how)
         start, close = os.path.getsize(path), file.close  # 0, unless the file is appended to
-        reach("write", number, "empty")
-
-        def closed():  # its fate is decided here
-            close()
-            half(path, start, number)
-            reach("write", number, "after")
-
-        file.close = closed
+        if dies:
+            file.close = lambda: (close(), cut(path, start))
         return file
 
-    real_save = safetensors.torch.save_file
-
     def saved(tensors, filename, *args, **how):
-        number = begin("write", os.path.basename(filename))
-        real_open(filename, "wb").close()
-        reach("write", number, "empty")
+        dies = reach()
         real_save(tensors, filename, *args, **how)
-        half(filename, 0, number)
-        reach("write", number, "after")
+        if dies:
+            cut(filename, 0)
 
     builtins.open = opened
     checkpoint.save_file = modeling_utils.safe_save_file = saved
@@ -187,7 +153,7 @@ def launch(world, job, folder, fault=None):
         errors.PARENT = os.getppid()  # as if this process had imported it
         if ranks > 1:
             os.environ |= dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_USE_AGENT_STORE="True")
-        inject(rank, os.path.join(tiny.ROOT, script), fault, f"{folder}/listed-{rank}")
+        inject(rank, fault, f"{folder}/counted-{rank}")
 
     try:
         import torch.distributed as dist
@@ -218,16 +184,14 @@ def run_once(world, job, folder, fault=None):
     while not os.path.exists(f"{folder}/pids"):
         time.sleep(0.002)
     pids = json.loads(open(f"{folder}/pids").read())
-    kind, victim, at, when = fault or ("none", None, None, None)
-    due, lost = kind in ("line", "signal"), None
-    log, before = f"{folder}/out/log.jsonl", len(records(folder))
+    kind, victim, at, _ = fault or ("none", None, None, None)
+    due, lost, log = kind == "line", None, f"{folder}/out/log.jsonl"
     while living := [pid for pid in pids if alive(pid)]:
-        new = due and os.path.exists(log) and open(log, "rb").read().count(b"\n")
-        if due and (at == 0 or new >= at and (new != before or kind == "line")):
+        if due and (os.path.exists(log) and open(log, "rb").read().count(b"\n")) >= at:
             due, came = False, len(living) == len(pids)
             victims = {"all": pids, "launcher": [launcher]}.get(victim) or [pids[victim]]
             for pid in victims if came else ():
-                os.kill(pid, signal.SIGKILL if kind == "line" else signal.Signals[when])
+                os.kill(pid, signal.SIGKILL)
         if len(living) < len(pids):
             lost = lost or time.time()
             if time.time() > lost + TIMEOUT + GRACE:
@@ -237,7 +201,7 @@ def run_once(world, job, folder, fault=None):
         time.sleep(0.002)
     os.waitpid(launcher, 0)
     codes = json.loads(open(f"{folder}/codes").read()) if os.path.exists(f"{folder}/codes") else []
-    if kind not in ("none", "line", "signal"):
+    if kind == "call":
         came = codes[victim] == -signal.SIGKILL
     said = [open(path).read() for path in (f"{folder}/stderr-{rank}" for rank in range(len(pids)))
             if os.path.exists(path)]  # a rank may be killed before it has one
@@ -282,15 +246,11 @@ def trial(world, job, whole, faults, folder):
         there = newest(folder)
         came, codes, more = run_once(world, job, folder, fault)
         wrong, kills = wrong + more, kills + came
-        ended, lines = set(codes) == {0}, records(folder)
         if not came:
-            wrong += [] if ended else [f"the fault did not come, but codes {codes}"]
+            wrong += [] if set(codes) == {0} else [f"the fault did not come, but codes {codes}"]
             continue
-        last = max((record["iteration"] for record in lines), default=0)
+        last = max((record["iteration"] for record in records(folder)), default=0)
         due = last // job[3] * job[3]  # a checkpoint comes before the line of its iteration
-        if fault[0] == "signal":
-            due = len(lines) if left_by(folder) != whole else due
-            wrong += [] if ended else [f"asked to stop, it ended with {codes}"]
         if newest(folder) < max(there, due):
             wrong.append(f"the newest checkpoint is {newest(folder)}, not {max(there, due)}")
     start, before = newest(folder), records(folder)
@@ -304,25 +264,14 @@ def trial(world, job, whole, faults, folder):
     return kills, wrong
 
 
-def draw(rng, job, kind, folder):
-    """A fault of a kind that a run of the job can have."""
+def draw(rng, job, folder):
+    """A fault that a run of the job can have; folder: a whole run's."""
     _, ranks, keys, _ = job
-    lines = keys.get("max_iters", 3)
-    if kind in ("line", "signal"):
-        victims = ["all", *range(1 if "roles" in keys and kind == "signal" else ranks)]
-        victims += ["launcher"] * 2 * (ranks > 1 and kind == "line")
-        return [kind, rng.choice(victims), rng.randint(kind == "signal", lines),
-                rng.choice(["SIGTERM", "SIGINT"]) if kind == "signal" else ""]
-    victim, alike = rng.randrange(ranks), collections.defaultdict(list)  # {what: its numbers}
-    with open(f"{folder}/listed-{victim}", encoding="utf-8") as f:
-        for number, what in enumerate((line for line in f if line.startswith(kind)), 1):
-            alike[what].append(number)
-    if not alike:  # such as files, on rank 1
-        return draw(rng, job, "line", folder)
-    what = rng.choice(sorted(alike))
-    whens = ["before", "after"] if kind != "write" else ["before", "empty", "half", "after"]
-    whens = whens[:2] if ".lock" in what else whens  # it is never closed
-    return [kind, victim, rng.choice(alike[what]), rng.choice(whens)]
+    victim, at = rng.randrange(ranks), rng.randint(0, keys.get("max_iters", 3))
+    if rng.random() < 0.3:
+        return ["line", rng.choice([victim, "all", *["launcher"] * 2 * (ranks > 1)]), at, ""]
+    count = os.path.getsize(f"{folder}/counted-{victim}")
+    return ["call", victim, rng.randint(1, count), rng.choice(["before", "behind"])]
 
 
 def campaign(world, work, jobs, kills=0, seed=1, only=(), report=print):
@@ -337,10 +286,8 @@ def campaign(world, work, jobs, kills=0, seed=1, only=(), report=print):
             _, codes, wrong = run_once(world, jobs[name], f"{work}/{name} whole")
             assert set(codes) == {0} and not wrong, (name, codes, wrong)
             whole[name] = left_by(f"{work}/{name} whole")
-        for nth in range(0 if only else 1 + (number % 7 == 3)):
-            kind = KINDS[(number + number // len(jobs) + seed) % 6] if nth == 0 else rng.choice(
-                [kind for kind in KINDS if kind != "signal"])
-            faults.append(draw(rng, jobs[name], kind, f"{work}/{name} whole"))
+        for _ in range(0 if only else 1 + (number % 7 == 3)):
+            faults.append(draw(rng, jobs[name], f"{work}/{name} whole"))
         folder = f"{work}/{number}"
         hits, wrong = trial(world, jobs[name], whole[name], faults, folder)
         came, number, again = came + hits, number + 1, json.dumps([name, *faults])
@@ -357,15 +304,13 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0, help="how many, over all jobs and kinds")
     parser.add_argument("--seed", type=int, default=1, help="decides which")
-    parser.add_argument("--roles", action="store_true", help="the jobs with roles and staleness")
     parser.add_argument("--only", type=json.loads, action="append", default=[],
                         help="this trial and no other; may be repeated")
     options = parser.parse_args()
     work = tempfile.mkdtemp(prefix="campaign-")
     os.mkdir(f"{work}/world")
-    came, problems = campaign(
-        tiny.build(f"{work}/world"), work, JOBS | ROLE_JOBS if options.only else
-        ROLE_JOBS if options.roles else JOBS, options.kills, options.seed, options.only)
+    came, problems = campaign(tiny.build(f"{work}/world"), work, JOBS, options.kills, options.seed,
+                              options.only)
     print("\n".join([*problems, f"{came} kills, {len(problems)} problems; files: {work}"]))
     sys.exit(bool(problems))
 

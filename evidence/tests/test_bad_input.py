@@ -3,7 +3,6 @@ What people really type wrong, of scripts and of tools: one line, with exit code
 written. (More in tests/: test_scripts.py, test_configurator.py.)
 """
 import contextlib
-import itertools
 import json
 import os
 import pty
@@ -33,9 +32,6 @@ USER = [dict(role="user", content="1+2=")]
 ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
 FILES = {  # rows, or the text of a file, which the table names
     "chat": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
-    "led": [dict(prompt=prompt, completion=[dict(role="assistant", content="b")])
-            for prompt in (USER, [dict(role="system", content="s"), *USER])],
-    "asks": "{% for m in messages if m.role != 'system' %}{{ m.content }}<eos>{% endfor %}",
     "foreign": [dict(conversations=[{"from": "human", "value": "x"}])],
     "null": [ROW | dict(answer=None)], "mute": [ROW, dict(prompt="a")],
     "mixed": [ROW | dict(prompt=USER)], "true": [ROW, ROW | dict(margin=True)],
@@ -43,21 +39,18 @@ FILES = {  # rows, or the text of a file, which the table names
     "huge": [ROW | dict(prompt="a" * 9)],
     "cut": json.dumps(ROW) + '\n{"prompt": "a", "ans', "empty": ""}
 TEXTS = {  # other files
-    "odd.py": "def f(completion, answer):\n    return 1.0\nclass g:\n"
-              "    def __init__(self, batch): pass\n",
+    "odd.py": "def f(completion, answer):\n    return 1.0\n",
     "verl.py": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
                "    return 1.0\ndef reward_func(queries, prompts, labels):\n    return {}\n"
-               "def of_trl(completions, trainer_state):\n    return completions\n"
                "def late(batch):\n    import nowhere_at_all\n",
     "bin/config.json": '{"model_type": "gpt2"}', "bin/pytorch_model.bin": "",
     "bare/config.json": '{"model_type": "llama"}', "bare/tokenizer_config.json": "{}",
     "trees.jsonl": '{"chosen": [], "rejected": []}\n', "lines.csv": "prompt|answer\n1|2\n",
     "sure.csv": "prompt,chosen,rejected,confidence\na,b,c,1\na,b,c,1.5\n",
-    "hub/train.jsonl": '{"chosen": [], "rejected": []}\n', "mine.py": "batch_size = 9\n",
+    "mine.py": "batch_size = 9\n",
     "broken.py": "def f(batch)\n    return 1\n", "fails.py": "import nowhere_at_all\n",
     "compare.txt": "answers: a c\n{prompt}{first}|{second}", "half.txt": "answers: a c\n{first}",
-    "made/prepare.py": "", "began/log.jsonl": "", "odd/log.jsonl": "[1]\n",
-    "odd/config.json": "{", "odd/policy/x": ""}
+    "made/prepare.py": "", "began/log.jsonl": ""}
 ASKED = dict(prompts_path="$rl_val", max_new_tokens=4, device_type="cpu")
 BASE = {  # keys of a program that are right
     "tools/eval.py": ASKED | dict(policies="$policy"),
@@ -72,19 +65,14 @@ rm.py --train_path=$empty.jsonl | empty.jsonl
 sft.py --train_path=$foreign.jsonl | foreign.jsonl; line 1; 'prompt'; conversations
 grpo.py --prompts_path=$mute.jsonl --reward_functions=accuracy | row 2; 'accuracy'; 'answer'
 grpo.py --prompts_path=$null.jsonl --reward_functions=accuracy | row 1; 'answer'; null
-grpo.py --prompts_path=$rl_train,0.5*$foreign.jsonl | foreign.jsonl; line 1
 sft.py --train_path=x*$sft_train | train.jsonl; x
 sft.py --train_path=$chat.jsonl | chat.jsonl; row 2; template
-sft.py --chat_template=$asks.jsonl --train_path=$led.jsonl | row 2; system; --chat_template
 sft.py --train_path=$mixed.jsonl | mixed.jsonl; line 1
-grpo.py --eval_path=$chat.jsonl | chat.jsonl; row 2
-ppo.py --prompts_path= | prompts_path
 sft.py --fields=question | fields; THEIRS>OURS
 sft.py --fields=question>prompt --train_path=$foreign.jsonl | question
 sft.py --train_path=$long.jsonl --max_tokens=10 | long.jsonl; row 2; max_tokens
 ppo.py --prompts_path=$huge.jsonl --max_prompt_tokens=5 | key max_prompt_tokens); longer context
 sft.py --train_path=$made | made; is a folder
-sft.py --train_path=0.5*$made | made; is a folder
 ppo.py --prompts_path=$made/x.jsonl | no such file; made/prepare.py
 rm.py --train_path=$long.jsonl | long.jsonl; row 2
 rm.py --train_path=$long.jsonl --too_long=cut | too_long
@@ -105,27 +93,20 @@ grpo.py --reward_functions=$broken.py:f | broken.py; line 1
 grpo.py --reward_functions=$fails.py:f | fails.py; line 1
 grpo.py --reward_functions=$odd.py | odd.py:FUNCTION
 grpo.py --reward_functions=$odd.py:f | f(batch)
-grpo.py --reward_functions=$odd.py:g | g(batch)
 grpo.py --reward_functions=judge | judge_path
-grpo.py --judge_path=$policy | judge_path
 grpo.py --reward_functions=environment | environment
 
 grpo.py --ref_path=$policy --kl_coef=0.0 | ref_path; kl_coef
 ppo.py --keep_best=score --eval_path= | keep_best
 ppo.py --master_weights=False | master_weights
-sft.py --master_weights=False --dtype=float16 | master_weights; --dtype=bfloat16
 torchrun grpo.py --generate_tp=3 | generate_tp = 3
-torchrun grpo.py --generate_tp=2 --environment=mine.py:f | generate_tp = 2; environment
 grpo.py --max_refills=1 --refill_by=accuracy | refill_by
 sft.py --attn_implementation=flash_attention_2 | FlashAttention
 torchrun ppo.py --roles=train=1,generate=2 | roles; 2 rank
-torchrun grpo.py --roles=train=1,sample=1 | roles; --nproc_per_node
 sft.py --zero_stage=4 | zero_stage; 0, 1, 2 or 3
 sft.py --lora=many | lora
 sft.py --offload=policy=params | offload; policy
-torchrun sft.py --optim=adafactor --zero_stage=3 | adafactor
 sft.py --optim=adafactor --zero_stage=2 | policy; stage
-sft.py --optim=adamw8bit --offload=optimizer | policy; stage
 sft.py --optim=adamw8bit --dtype=bfloat16 --master_weights=False | adamw8bit; master_weights
 sft.py --optim=sgd | sgd; adafactor
 sft.py --quantize=4bit | quantize; lora
@@ -138,75 +119,50 @@ sft.py --out_dir=$policy | config.json; --out_dir
 sft.py --out_dir=$sft --max_iters=1 | max_iters = 1; checkpoint-000002
 
 tools/plot.py $done | type --runs=
-tools/explain.py $done | type --run=
-tools/sample.py $policy | type --policy_path=
 tools/sample.py $done | type --policy_path=; done/out/policy
-tools/eval.py $policy | type --policies=
-grpo.py $done | type --policy_path=; or --out_dir=
 grpo.py her/grpo | type --policy_path=her/grpo
-sft.py her/model | type --init_from=her/model
 sft.py $mine | mine.py?
 grpo.py $rl_train | type --prompts_path=
-sft.py --config=$mine.py | type its path alone
 
-grpo.py --reward_functions=acuracy | did you mean 'accuracy'?
 grpo.py --reward_functions=accuracy+0.1*format | commas; type --reward_functions=accuracy,0.5*format
 grpo.py --reward_functions=accuracy:0.5;format | as in 0.5*accuracy
 grpo.py --chat_template=$policy/model.safetensors | chat_template; UTF-8
-data/label.py --judge_template=$policy/model.safetensors | judge_template; UTF-8
 grpo.py --reward_functions=$odd.py:ff | did you mean 'f'?
 grpo.py --reward_functions=$od.py:f | did you mean; odd.py
 grpo.py --reward_functions=$verl.py:compute_score | verl's; return [compute_score(
 grpo.py --reward_functions=$verl.py:reward_func | OpenRLHF's; return reward_func([p + c for
-grpo.py --reward_functions=$verl.py:of_trl | 'trainer_state'; the fields are
 sft.py --init_from=$bare | this folder has no tokenizer
 rm.py --train_path=$true.jsonl | line 2; 'margin'; True
 rm.py --train_path=$sure.csv | row 2; 'confidence'; 1.5
 rm.py --train_path=$trees.jsonl | whole dialogues; python data/convert.py --source=
-rm.py --train_path=hf:$hub:train | python data/convert.py --source=hf:; hub:train --out=new.jsonl
 sft.py --train_path=$lines.csv | separated by commas
 
 tools/plot.py --runs=nowhere | nowhere
-tools/plot.py --runs=$odd | line 1
 tools/plot.py --runs=$began | began
 tools/plot.py --runs=$done --out=a.jpg | a.jpg
 tools/plot.py --runs=$done --metrics=eval/klo | eval/kl
-tools/plot.py --runs=$done,$done | runs
 tools/sample.py --policy_path=$made | config.json
-tools/sample.py --policy_path=$odd/policy | odd/config.json
 tools/sample.py --policy_path=$policy --prompts=$empty.jsonl | empty.jsonl
-tools/sample.py --policy_path=$policy --prompts=$empty.jsonl --prompt=a | --prompt
 tools/sample.py --policy_path=$policy --prompt=a --limit=3 | limit
 tools/eval.py --by=tsk | tsk
-tools/eval.py --prompts_path= | prompts_path
 tools/eval.py --policies=$policy,nowhere | nowhere
-tools/eval.py --right_by=code | right_by
 tools/eval.py --reward_path=$policy --reward_functions=reward_model | rm.py
 tools/eval.py --prompts_path=$huge.jsonl --max_new_tokens=60 | row
 evidence/bench.py --work=samplng | samplng
-evidence/bench.py --n_head=3 | n_head
-evidence/bench.py --run_keys=lora | lora
 tools/memory.py sft.py --init_from=$policy --lorra=3 | lorra
 tools/memory.py $sft | type the script first
 tools/memory.py sft.py --init_from=$policy --world-size=x | world_size
-tools/memory.py sft.py --init_from=$policy --roles=train=1,score=1 | roles
-tools/memory.py sft.py --init_from=$policy --quantize=4bit | quantize
 tools/explain.py --run=$policy | no checkpoint
 tools/explain.py --run=$sft | ppo.py
-tools/explain.py --run=$done --prompt=12= --trust_code=True | answer
 tools/explain.py --run=$done --prompt=12= --answer=ab | rules.py; --trust_code=True
-tools/explain.py --run=$done --prompt=$eighty --answer=ab --trust_code=True | row 1
 tools/explain.py --run=$done --iteration=4 --out=a.html --trust_code=True | 0 to 0
 tools/explain.py --run=$done --iteration=0 --out=a.png | --out=FILE.html
 data/convert.py --source=$foreign.jsonl | no row is left; 'completion'
-data/convert.py --source=nowhere.jsonl | nowhere.jsonl
 data/convert.py --source=hf:nowhere | hf:NAME:SPLIT
 data/convert.py --out=new.csv | new.csv; .jsonl
-data/convert.py --out= | --out
 data/label.py --judge_template=$half.txt | {second}
 data/label.py --samples=3 | samples
 data/label.py --min_confidence=1.0 | 0 pairs
-data/label.py --judge_path= | judge_path
 """
 ROWS = [line for line in TABLE.splitlines() if line]
 
@@ -221,11 +177,11 @@ def files(world, tmp_path_factory):
         (write if type(text) is str else jsonl)(folder / name, text)
     save_random(folder / "swapped", markers=MARKERS[::-1])
     shutil.copytree(world.policy, folder / "run" / "policy")
-    paths = dict(eighty="1+" * 40)
+    paths = {}
     for name, script, more in (("sft", "sft.py", dict(max_iters=2)), ("done", "grpo.py", dict(
             reward_functions=f"accuracy,{world.rules}:letters", num_minibatches=1, max_iters=1))):
         paths[name] = well(script, folder / name, keys_of(world, script, **more))
-    there = [*texts, "swapped", "run", "made", "began", "odd", "bare", "hub", "mine", "od"]
+    there = [*texts, "swapped", "run", "made", "began", "bare", "mine", "od"]
     return folder, vars(world) | {name: folder / name for name in there} | paths
 
 
@@ -343,7 +299,7 @@ def test_a_folder_that_asks_for_more_than_any_model_has(world, tmp_path, file, c
 
 
 @pytest.mark.parametrize("template", [
-    "{{ '%999999999d' % 1 }}", "{{ 'a' * 99999 * 99 }}", "{{ [1] * 10**12 }}",
+    "{{ '%999999999d' % 1 }}", "{{ [1] * 10**12 }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"])
 def test_a_chat_template_that_asks_for_more_than_a_machine_has(
         world, tmp_path, monkeypatch, template):
@@ -374,13 +330,12 @@ def test_a_reward_that_fails_in_an_import_is_said_with_its_own_line(files):
     from options.foreign_rewards import load_reward
 
     reward = load_reward("verl.py:late", files[0], "reward_functions")
-    with pytest.raises(Stop, match="verl.py, line 8: ModuleNotFoundError"):
+    with pytest.raises(Stop, match="verl.py, line 6: ModuleNotFoundError"):
         reward(dict(completions=["a"], rows=[{}], prompts=["b"]))
 
 
 def test_help_fits_the_terminal(tmp_path):
-    for script, width in itertools.product(("ppo.py", "sft.py", "tools/eval.py"),
-                                           (40, 60, 80, 200)):
+    for script, width in (("ppo.py", 40), ("ppo.py", 200), ("tools/eval.py", 60)):
         columns = partial(os.environ.update, COLUMNS=str(width))
         ended = Started(script, ["--help"], str(tmp_path), before=lambda _, do=columns: do()).wait()
         assert ended.codes == [0], ended
@@ -431,21 +386,6 @@ def test_an_out_dir_that_links_to_itself_and_no_world(world, tmp_path):
     result = Started("sft.py", typed(keys_of(world, "sft.py", out_dir="o")), tmp_path,
                      before=lambda rank: os.environ.update(RANK="", WORLD_SIZE="")).wait()
     assert result.codes == [0] and "saved o/policy" in result.out[0]
-
-
-def test_a_page_waits_for_its_run(tmp_path):
-    """Beside a run that has not written yet."""
-    argv = ["--runs=run", "--out=page.html", "--watch=0.1"]
-    with subprocess.Popen([sys.executable, f"{ROOT}/tools/plot.py", *argv], cwd=tmp_path, text=True,
-                          stdout=subprocess.PIPE) as plot:
-        try:
-            lines = iter(plot.stdout.readline, "")
-            assert any("waiting for run/log.jsonl" in line for line in lines)
-            os.mkdir(tmp_path / "run")
-            write(tmp_path / "run/log.jsonl", '{"iteration": 0, "eval/scores": 1.5}\n')
-            assert any("wrote page.html" in line for line in lines)
-        finally:
-            plot.kill()
 
 
 def test_without_the_virtual_environment():

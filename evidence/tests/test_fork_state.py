@@ -98,27 +98,18 @@ def steps_with(kind):
     return before
 
 
-@pytest.mark.parametrize("kind", [Odd, Drifting, Plain])
-def test_a_run_goes_on_with_all_that_an_optimizer_keeps(world, tmp_path, kind):
-    keys = keys_of(world, "sft.py", max_iters=4, dtype="float32", learning_rate=1e-3,
-                   optim=f"{__file__}:{kind.__name__}")
-    whole = well("sft.py", tmp_path / "whole", keys)
-    cut = run("sft.py", tmp_path / "cut", keys, before=at(2, signal.SIGTERM))
-    assert_stopped(cut, tmp_path / "cut")
-    out = well("sft.py", tmp_path / "cut", keys)
-    assert_same_run(whole, out)
-    losses = [record["loss/sft"] for record in read_log(out) if "loss/sft" in record]
-    assert len(losses) == 4 and len(set(losses)) == 4
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_and_on_two_ranks_that_share_it(world, tmp_path, stage):
+@pytest.mark.parametrize("kind, ranks, stage", [
+    (Drifting, 1, ""), (Plain, 1, ""), (Odd, 2, "1"), (Odd, 2, "2")])
+def test_a_run_goes_on_with_all_that_an_optimizer_keeps(world, tmp_path, kind, ranks, stage):
+    """Also where two ranks share it."""
     keys = keys_of(world, "sft.py", max_iters=3, dtype="float32", learning_rate=1e-3,
-                   zero_stage=stage, optim=f"policy={__file__}:Odd")
-    whole = well("sft.py", tmp_path / "whole", keys, ranks=2)
-    cut = run("sft.py", tmp_path / "cut", keys, ranks=2, before=at(1, signal.SIGTERM))
+                   zero_stage=stage, optim=f"policy={__file__}:{kind.__name__}")
+    whole = well("sft.py", tmp_path / "whole", keys, ranks=ranks)
+    cut = run("sft.py", tmp_path / "cut", keys, ranks=ranks, before=at(1, signal.SIGTERM))
     assert_stopped(cut, tmp_path / "cut")
-    assert_same_run(whole, well("sft.py", tmp_path / "cut", keys, ranks=2))
+    out = well("sft.py", tmp_path / "cut", keys, ranks=ranks)
+    assert_same_run(whole, out)
+    assert len({record["loss/sft"] for record in read_log(out)[:-1]}) == 3
 
 
 FILES = {  # a class in a file: other keys, what is said
@@ -199,16 +190,11 @@ def keeps(make, where="state"):
     class Keeps(Plain):
         def step(self):
             super().step()
-            group = self.param_groups[0]
+            (group,) = self.param_groups
             for p in group["params"]:
-                if where == "state":
-                    self.state[p]["hoard"] = make(p)
-            if where == "group":
-                group["hoard"] = make(p)
-            if where == "itself":
-                self.hoard = make(p)
-            if where == "elsewhere":
-                self.state["hoard"] = make(p)
+                places = dict(state=self.state[p], group=group, itself=vars(self),
+                              elsewhere=self.state)
+                places[where]["hoard"] = make(p)
 
     return Keeps
 
@@ -316,7 +302,6 @@ def test_the_rank_whose_state_is_wrong_names_it(world, tmp_path):
     result = run("ppo.py", tmp_path, keys_of(world, "ppo.py", eval_path="", timeout=20), ranks=2,
                  before=before)
     assert 0 not in result.codes and "TypeError: run.state['mine']" in result.err[1], result
-    assert not (tmp_path / "out/log.jsonl").exists()
 
 
 def test_a_trained_model_without_an_optimizer_is_named(world, tmp_path):
@@ -333,13 +318,12 @@ def test_a_trained_model_without_an_optimizer_is_named(world, tmp_path):
         run.Run.__init__ = init
 
     keys = keys_of(world, "ppo.py", eval_path="")
-    result = run("ppo.py", tmp_path, keys, before=leaves_out)
-    assert result.codes == [1] and "TypeError: value_model has" in result.err[0], result
-    assert not (tmp_path / "out").exists()
-    result = run("ppo.py", tmp_path, keys, before=steps_with(
-        lambda parameters, lr: torch.optim.AdamW([*parameters, torch.nn.Parameter(torch.ones(2))])))
-    assert result.codes == [1] and "TypeError: no model has" in result.err[0], result
-    assert not (tmp_path / "out").exists()
+    for before, said in ((leaves_out, "value_model has"), (steps_with(
+            lambda parameters, lr: torch.optim.AdamW([*parameters, torch.nn.Parameter(
+                torch.ones(2))])), "no model has")):
+        result = run("ppo.py", tmp_path, keys, before=before)
+        assert result.codes == [1] and f"TypeError: {said}" in result.err[0], result
+        assert not (tmp_path / "out").exists()
 
 
 def test_before_iteration_0_the_learning_rate_is_0():
@@ -397,46 +381,43 @@ def changed(folder, script, places):
     return write(folder / script, text)
 
 
-@pytest.mark.parametrize("layout", [dict(), dict(zero_stage="3")])
-def test_a_fifth_model_that_is_trained(world, tmp_path, layout):
-    """Saved, resumed, audited, the same on two ranks; its folder has a card, and is the run's."""
-    fork = tmp_path
-    models, keys = ("policy", "value_model", "critic"), keys_of(world, "ppo.py", **layout)
-    first = 1 + bool(layout)
-    script = changed(fork, "ppo.py", {place: more + place for place, more in FIFTH.items()} | {
+def drifts(rank):
+    """For `before`: on rank 1 the critic becomes another one."""
+    import parallel
+
+    audit = parallel.audit
+
+    def changed(models, frozen, iteration):
+        if iteration == 1 and rank == 1:
+            next(models["critic"].parameters()).data.add_(1e-9)
+        return audit(models, frozen, iteration)
+
+    parallel.audit = changed
+
+
+def test_a_fifth_model_that_is_trained(world, tmp_path):
+    """
+    Saved, resumed by two ranks that share it, audited; its folder has a card, and is the run's: it
+    may be none of its inputs, nor another's work.
+    """
+    models, keys = ("policy", "value_model", "critic"), keys_of(world, "ppo.py")
+    script = changed(tmp_path, "ppo.py", {place: more + place for place, more in FIFTH.items()} | {
         "from load import autocast": "from load import load, autocast"})
-    whole = well(script, fork / "whole", keys, ranks=first)
-    cut = run(script, fork / "cut", keys, ranks=first, before=at(1, signal.SIGKILL))
-    assert 0 not in cut.codes, cut
-    cut = run(script, fork / "cut", keys, ranks=first, before=at(2, signal.SIGTERM))
-    assert_stopped(cut, fork / "cut")
-    assert_same_run(whole, well(script, fork / "cut", keys, ranks=first), models)
+    whole = well(script, tmp_path / "whole", keys)
+    cut = run(script, tmp_path / "cut", keys, before=at(1, signal.SIGTERM))
+    assert_stopped(cut, tmp_path / "cut")
+    out = well(script, tmp_path / "cut", keys | dict(zero_stage="3"), ranks=2)
+    assert_same_run(whole, out, models, 1e-9)
     log = [record["loss/critic"] for record in read_log(whole) if "loss/critic" in record]
     with open(f"{whole}/critic/README.md", encoding="utf-8") as f:
-        assert "# critic" in f.read() and len(log) == 3 and log[0] != log[2]
+        assert "# critic" in f.read() and len(log) == 3 and log[0] != log[1]
     assert read_weights(f"{whole}/critic").keys() == read_weights(world.reward).keys()
-    if layout:
-        return
-    assert_same_run(whole, well(script, fork / "two", keys, ranks=2), models, 1e-9)
-    # what is there is the run's: it may go on, and be none of its inputs, nor another's work
-    again = keys | dict(reward_path=f"{fork}/whole/out/critic")
-    assert_one_line(run(script, fork / "whole", again), "ppo.py", "reward_path", "out_dir")
-    os.makedirs(fork / "other/out/critic")
-    assert_one_line(run(script, fork / "other", keys), "ppo.py", "critic", "no run's")
-
-    def drifts(rank):
-        import parallel
-
-        audit = parallel.audit
-
-        def changed(models, frozen, iteration):
-            if iteration == 2 and rank == 1:
-                next(models["critic"].parameters()).data.add_(1e-9)
-            return audit(models, frozen, iteration)
-
-        parallel.audit = changed
-
-    result = run(script, fork / "drift", keys | dict(sync_check_interval=1), ranks=2, before=drifts)
+    again = keys | dict(reward_path=f"{tmp_path}/whole/out/critic")
+    assert_one_line(run(script, tmp_path / "whole", again), "ppo.py", "reward_path", "out_dir")
+    os.makedirs(tmp_path / "other/out/critic")
+    assert_one_line(run(script, tmp_path / "other", keys), "ppo.py", "critic", "no run's")
+    result = run(script, tmp_path / "drift", keys | dict(sync_check_interval=1), ranks=2,
+                 before=drifts)
     assert_one_line(result, "ppo.py", "critic", "rank", code=1)
 
 
@@ -449,12 +430,10 @@ WITHOUT = {  # a page without a gradient of the policy: the losses are of log-pr
 
 @pytest.mark.parametrize("script", WITHOUT)
 def test_a_policy_without_a_gradient_is_said_once(world, tmp_path, script):
-    keys = keys_of(world, script, kl_coef=0, max_iters=3, eval_path="")
-    for page, times in ((changed(tmp_path, script, WITHOUT[script]), 1), (script, 0)):
-        result = run(page, tmp_path / str(times), keys)
-        said = [line for line in result.out[0].splitlines() if "exactly 0" in line]
-        assert result.codes == [0] and len(said) == times, result
-        assert not said or said[0].startswith("warning: iteration 0")
+    keys = keys_of(world, script, kl_coef=0, max_iters=2, eval_path="")
+    result = run(changed(tmp_path, script, WITHOUT[script]), tmp_path / "run", keys)
+    said = [line for line in result.out[0].splitlines() if "exactly 0" in line]
+    assert result.codes == [0] and len(said) == 1 and said[0].startswith("warning: iteration 0")
 
 
 @pytest.mark.parametrize("name, call", [

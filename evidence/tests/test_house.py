@@ -6,6 +6,7 @@ import glob
 import graphlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import sys
 import pytest
 from configurator import read_keys
 from packaging.requirements import Requirement
-from tiny import ROOT, jsonl, keys_of, typed
+from tiny import ROOT, in_a_fork, jsonl, keys_of, of_copy, typed, well, write
 
 PAGES = "ppo.py", "grpo.py", "sft.py", "rm.py"
 
@@ -61,30 +62,27 @@ def test_an_option_is_there_under_the_name_by_which_it_is_imported():
                 assert function in names, (file, option, function)
 
 
-PLAIN = """
-import os, runpy, sys
-from configurator import read_keys
+def plain_runs(folder, ppo, sft):
+    """Runs of ppo.py and sft.py, and rules on plain texts: what is imported, and what is not."""
+    of_copy(ROOT)(0)  # all is imported anew
+    os.chdir(folder)
+    for script, keys in (("ppo.py", ppo), ("sft.py", sft)):
+        sys.argv = [script, *typed(keys)]
+        runpy.run_path(f"{ROOT}/{script}", run_name="__main__")
+        if script == "ppo.py":
+            found = [str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]]
+            # an environment may lie in the repository
+            found = [x for x in found if x.startswith(ROOT) and not x.startswith(sys.prefix)]
+            write("files", " ".join(os.path.relpath(file, ROOT) for file in found))
+    from grading.answers import accuracy, thinks
 
-def run(script, argv):
-    sys.argv = [script, *argv]
-    runpy.run_path(f"{ROOT}/{script}", run_name="__main__")
-
-run("ppo.py", PPO)
-files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
-# an environment may lie in the repository
-files = [file for file in files if file.startswith(ROOT) and not file.startswith(sys.prefix)]
-print(*[os.path.relpath(file, ROOT) for file in files], file=sys.stderr)
-run("sft.py", SFT)
-from grading.answers import accuracy, thinks
-texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
-batch = dict(completions=texts, rows=[dict(prompt="12+34=", answer="46")] * len(texts))
-assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
-loaded = {name for name in sys.modules if name.startswith(("options.", "grading.forms"))}
-assert loaded == {"options.cards"}, loaded
-assert "grading.marks" not in sys.modules
-accuracy(batch | dict(completions=["<answer>46</answer>"] * 6))
-assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
-"""
+    texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
+    batch = dict(completions=texts, rows=[dict(prompt="12+34=", answer="46")] * len(texts))
+    assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
+    loaded = {name for name in sys.modules if name.startswith(("options.", "grading."))}
+    assert loaded == {"options.cards", "grading.answers"}, loaded
+    accuracy(batch | dict(completions=["<answer>46</answer>"] * 6))
+    assert {"grading.forms", "grading.marks"} <= sys.modules.keys()
 
 
 def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
@@ -98,11 +96,8 @@ def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
     ppo = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts,
                   max_new_tokens=40, temperature=0.2)  # responses end, and have plain letters
     sft = keys_of(world, "sft.py", max_iters=1, train_path=rows, val_path=rows, out_dir="sft")
-    program = f"ROOT, PPO, SFT = {ROOT!r}, {typed(ppo)}, {typed(sft)}\n{PLAIN}"
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, text=True,
-                            env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
-    assert result.returncode == 0, result
-    imported_files = {*result.stderr.split(), "ppo.py"} - {"options/cards.py"}
+    in_a_fork(plain_runs, tmp_path, ppo, sft)
+    imported_files = {*(tmp_path / "files").read_text().split(), "ppo.py"} - {"options/cards.py"}
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         text = " ".join(f.read().split())
     said = re.search(r"page of (\d+) lines.*? (\d+) files under it, ([\d,]+) lines in all", text)
@@ -186,20 +181,6 @@ def test_links_lead_somewhere():
             assert os.path.exists(at) and (not heading or heading in headings(at)), (page, link)
 
 
-def test_each_word_has_a_file():
-    """docs/words.md; and it has those that the course names for its lecturer."""
-    with open(f"{ROOT}/docs/words.md", encoding="utf-8") as f:
-        rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (.+) \|$", f.read(), re.MULTILINE)[1:]
-    known = {word.strip("`") for words, _ in rows for word in words.split(", ")}
-    for words, place in rows:
-        file = re.fullmatch(r"`(.+)`|\[.+\]\(\.\./(.+)\)|in|---", place)
-        assert file and os.path.exists(f"{ROOT}/{file[1] or file[2] or ''}"), (words, place)
-    with open(f"{ROOT}/course/README.md", encoding="utf-8") as f:
-        taught = re.search(r"\*\*Words\*\*, (\d+): \[(.*?)\]", f.read(), re.DOTALL)
-    taught, count = taught[2].replace("\n", " ").split(", "), int(taught[1])
-    assert len(taught) == count and not set(taught) - known
-
-
 OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other functions of these names
 
 
@@ -223,7 +204,7 @@ def test_each_collective_is_marked(file):
     walk(tree_of(file), False)
 
 
-def test_a_fork_without_options_runs_its_tests(tmp_path):
+def test_a_fork_without_options_runs_its_tests(world, tmp_path):
     """
     README's cp line, which docs/fork.md has too, copies so many lines; in the copy ppo, grpo, sft
     and rm run. Tests of an option are skipped; but not if the option is there.
@@ -233,17 +214,20 @@ def test_a_fork_without_options_runs_its_tests(tmp_path):
         ("README.md", r"copies what it uses, ([\d,]+) lines.*?\n    (cp -r [^\n]+) mine\n"),
         ("docs/fork.md", r"\n    (cp -r [^\n]+) mine\n")))
     assert line == again
-    subprocess.run(["bash", "-c", f"{line} {tmp_path}"], cwd=ROOT, check=True)
-    lines = lines_of(glob.glob("**/*.py", root_dir=tmp_path, recursive=True), tmp_path)
+    mine = str(tmp_path / "mine")
+    os.mkdir(mine)
+    subprocess.run(["bash", "-c", f"{line} {mine}"], cwd=ROOT, check=True)
+    lines = lines_of(glob.glob("**/*.py", root_dir=mine, recursive=True), mine)
     assert abs(int(said.replace(",", "")) - lines) <= 0.03 * lines, lines
-    shutil.copy(f"{ROOT}/options/ema.py", tmp_path / "options")
-    chosen = "killed_has_the_same_bits or test_ema or test_shards"
+    for page in PAGES:
+        well(f"{mine}/{page}", tmp_path / page, keys_of(world, page, max_iters=1),
+             before=of_copy(mine))
+    shutil.copy(f"{ROOT}/options/ema.py", f"{mine}/options")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-k", chosen],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "5 passed, 1 skipped" in done.stdout and "options/parts.py; type" in done.stdout, (
-        done.stdout)
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs",
+         "tests/test_options.py"], cwd=mine, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "1 passed, 1 skipped" in done.stdout and (
+        "options/parts.py; type" in done.stdout), done.stdout[-3000:]
 
 
 def requirements(name):

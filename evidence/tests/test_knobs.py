@@ -29,10 +29,11 @@ FLAT = dict(max_refills=2, refill_by="sometimes", kl_in="reward", num_minibatche
 CASES = {  # script, keys; ranks and keys until a stop in iteration 1, if any; and from there on
     "ppo, adapter": ("ppo.py", dict(
         epochs=0.9, lora="policy=2:8:c_attn", ema_decay=0.7, value_init="shared",
-        max_prompt_tokens=2, too_long="cut", stop_strings="ab"),
+        max_prompt_tokens=2, too_long="cut", stop_strings="ab", num_minibatches=1, eval_path=""),
         (2, dict(zero_stage="3", micro_batch_size=1)),
         (1, dict(offload="policy=optimizer,reward=params", head_chunk=4))),
-    "ppo, away": ("ppo.py", dict(ema_decay=0.7, weight_decay=0.1, max_iters=2, eval_path=""),
+    "ppo, away": ("ppo.py", dict(
+        ema_decay=0.7, weight_decay=0.1, max_iters=2, eval_path="", ppo_epochs=1),
                   (2, dict(zero_stage="3", offload=AWAY, gradient_checkpointing=True)),
                   (2, dict(zero_stage="policy=1,value=2", offload="optimizer",
                            micro_batch_tokens=40))),
@@ -104,8 +105,7 @@ def test_shards_and_ranks_and_a_stop_change_nothing(world, tmp_path, name):
 # master_weights=False: weights in bfloat16; their gradients and states in float32
 
 @pytest.mark.parametrize("more", [
-    dict(optim="adafactor"), dict(zero_stage="3"), dict(zero_stage="1", offload="optimizer")],
-    ids=str)
+    dict(optim="adafactor", zero_stage="1"), dict(zero_stage="3")], ids=str)
 def test_bfloat16_weights_on_two_ranks_are_resumed_to_the_bit(world, tmp_path, more):
     """And an average between two of their numbers is saved as it is, beside the policy's own."""
     keys = keys_of(world, "grpo.py", dtype="bfloat16", master_weights=False, checkpoint_interval=1,
@@ -131,7 +131,7 @@ def bfloat16_model():
     return Model(transformers.AutoModelForCausalLM.from_config(config).bfloat16(), "lm")
 
 
-@pytest.mark.parametrize("beta2, offload", [(0.999, "optimizer"), (0.99, ""), (0.95, "")])
+@pytest.mark.parametrize("beta2, offload", [(0.999, "optimizer"), (0.95, "")])
 @torch.no_grad()
 def test_bfloat16_weights_make_the_steps_of_float64(beta2, offload):
     """Large gradients, and then small ones: by hand, the second moment falls in between."""
@@ -162,13 +162,13 @@ def test_bfloat16_weights_and_512_equal_micro_batches():
 
 
 def test_bfloat16_shards_and_micro_batches(world, tmp_path):
-    """The norm of 48 micro-batches' sum: of one rank, two, or shards, but for the sum of two."""
+    """The norm of 48 micro-batches' sum: of one rank, or of shards, but for the sum of two."""
     keys = keys_of(world, "sft.py", dtype="bfloat16", master_weights=False, val_path="",
                    max_iters=1, batch_size=48, micro_batch_size=1)
     norms = [read_log(well("sft.py", tmp_path / f"{stage}{ranks}", keys | dict(zero_stage=stage),
                            ranks=ranks))[0]["policy/grad_norm"]
-             for stage, ranks in (("0", 1), ("0", 2), ("2", 2), ("3", 2))]
-    assert norms == pytest.approx([norms[0]] * 4, rel=2e-4), norms
+             for stage, ranks in (("0", 1), ("3", 2))]
+    assert norms == pytest.approx([norms[0]] * 2, rel=2e-4), norms
     assert all(torch.tensor(x).bfloat16().item() != x for x in norms)
 
 
@@ -182,7 +182,6 @@ def test_an_average_that_begins_at_a_resume_begins_with_the_weights_of_then(worl
     average = read_weights(f"{out}/ema_policy")
     assert max((average[name] - 0.9 * t - 0.1 * after[name]).abs().max()
                for name, t in before.items()) < 1e-12
-
 
 
 def test_the_llama_config_on_eight_ranks(tmp_path):

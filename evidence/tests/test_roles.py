@@ -1,16 +1,12 @@
 """
 Ranks with roles, and batches that are sampled ahead: a batch is always sampled by the version that
 `staleness` names; a run that was stopped goes on to the same. (That roles change nothing:
-test_knobs.py. Kills at any call: test_campaign.py, campaign.py --roles.)
+test_knobs.py. Kills at any call: campaign.py.)
 """
-import json
 import os
-import shutil
 import signal
-import sys
 import time
 
-import pytest
 import torch
 from test_reliability import patched
 from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well
@@ -69,12 +65,11 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
     assert held == ["True 1, True 1, ", "True 0, False 0, ", "False 0, False 0, "]
 
 
-@pytest.mark.parametrize("ranks, changed", [
-    (1, dict(dtype="float32")), (3, dict(roles=THREE, staleness=1))])
-def test_the_zero_of_a_reward_model_costs_no_batch(world, tmp_path, ranks, changed):
+def test_the_zero_of_a_reward_model_costs_no_batch(world, tmp_path):
     """
     The first batch is sampled once, and before the first evaluation, whose scores have the shift.
-    A run that is stopped in this evaluation, where it knows the shift, ends in the same bits.
+    A run that is stopped in this evaluation, where it knows the shift, ends in the same bits. (What
+    the shift is: test_by_hand_options.py.)
     """
     def noted(stop):
         def before(rank):
@@ -88,22 +83,15 @@ def test_the_zero_of_a_reward_model_costs_no_batch(world, tmp_path, ranks, chang
 
         return before
 
-    own = keys_of(world, "ppo.py", reward_path=world.uncentered, **changed)
-    whole = well("ppo.py", tmp_path / "whole", own, ranks=ranks, before=noted(False))
-    order = [(tmp_path / "whole" / f"order-{rank}").read_text() for rank in range(ranks)]
+    own = keys_of(world, "ppo.py", reward_path=world.uncentered, roles=THREE, staleness=1)
+    whole = well("ppo.py", tmp_path / "whole", own, ranks=3, before=noted(False))
+    order = [(tmp_path / "whole" / f"order-{rank}").read_text() for rank in range(3)]
     assert order[0].startswith("rollout 0, eval 0, ")
     # a scorer asks for the batch, too, and receives it
     assert "".join(order[:2]).count("rollout 0, ") == 1
-    assert run("ppo.py", tmp_path, own, ranks=ranks, before=noted(True)).codes == [0] * ranks
+    assert run("ppo.py", tmp_path, own, ranks=3, before=noted(True)).codes == [0] * 3
     assert not os.path.exists(tmp_path / "out/log.jsonl")
-    assert_same_run(whole, well("ppo.py", tmp_path, own, ranks=ranks), ("policy", "value_model"))
-    if ranks == 1:  # a model whose settings have this shift: the same run, from the first score on
-        shutil.copytree(world.uncentered, tmp_path / "known")
-        settings = json.loads((tmp_path / "known/config.json").read_text())
-        settings["score_shift"] = read_log(whole)[0]["objective/score_shift"]
-        (tmp_path / "known/config.json").write_text(json.dumps(settings))
-        known = well("ppo.py", tmp_path / "two", own | dict(reward_path=tmp_path / "known"))
-        assert_same_run(whole, known, ("policy", "value_model"))
+    assert_same_run(whole, well("ppo.py", tmp_path, own, ranks=3), ("policy", "value_model"))
 
 
 def test_a_run_that_was_stopped_goes_on_without_roles(world, tmp_path):
@@ -122,16 +110,13 @@ def test_a_run_that_was_stopped_goes_on_without_roles(world, tmp_path):
     assert_same_run(alone, out, ("policy", "value_model"), 1e-9)
 
 
-def test_a_role_that_differs_ends_the_run(world, tmp_path):
-    """The settings of the scorer; and a bit of the generator's copy."""
+def test_a_copy_that_differs_ends_the_run(world, tmp_path):
+    """A bit of the generator's policy."""
     def drift(_, t, tensor):
         with torch.no_grad():
             t.view(-1)[0] += 1e-9
 
     own = keys_of(world, "grpo.py", roles=THREE, max_iters=1, reward_timeout=30)
-    result = run("grpo.py", tmp_path / "settings", own, ranks=3,
-                 before=lambda rank: sys.argv.extend(["--learning_rate=0.5"] * (rank == 2)))
-    assert result.codes[2] == 2 and "other settings" in result.err[2], result
-    result = run("grpo.py", tmp_path / "copy", own, ranks=3,
+    result = run("grpo.py", tmp_path, own, ranks=3,
                  before=patched("parallel", "copy_into", after(drift), rank=1))
     assert 0 not in result.codes and "policy, parameter" in result.err[1], result

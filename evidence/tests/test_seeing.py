@@ -18,7 +18,7 @@ from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, type
 
 from errors import BadInput
 from options.cards import hub_name, not_as_trained
-from tools.runs import fill_page, read_records, read_samples
+from tools.runs import read_records, read_samples
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
 
@@ -95,13 +95,10 @@ def test_each_model_has_a_card(world, tmp_path):
 
 
 @pytest.mark.parametrize("settings, said", [
-    (dict(top_p=1, top_k=None, repetition_penalty=1.0, temperature=0.8, min_p=0), []),
-    (dict(do_sample=False), ["do_sample"]), (dict(top_k=1), ["top_k"]),
-    (dict(top_p=0.95), ["top_p"]), (dict(suppress_tokens=[7]), ["suppress_tokens"]),
-    (dict(suppress_tokens=[]), []),
-    (dict(temperature=1.0, eos_token_id=[1, 2], max_new_tokens=7), ["temperature"]),
-    (dict(no_repeat_ngram_size=3, min_new_tokens=2, num_beams=1),
-     ["no_repeat_ngram_size", "min_new_tokens"])])
+    (dict(top_p=1, top_k=None, repetition_penalty=1.0, temperature=0.8, suppress_tokens=[]), []),
+    (dict(do_sample=False), ["do_sample"]), (dict(suppress_tokens=[7]), ["suppress_tokens"]),
+    (dict(temperature=1.0, eos_token_id=[1, 2], min_new_tokens=2, num_beams=1),
+     ["temperature", "min_new_tokens"])])
 def test_what_samples_another_policy(tmp_path, settings, said):
     write(tmp_path / "generation_config.json", json.dumps(settings))
     found = re.findall(r"(\w+)=", not_as_trained(tmp_path, 0.8).partition(":")[0])
@@ -109,8 +106,7 @@ def test_what_samples_another_policy(tmp_path, settings, said):
 
 
 @pytest.mark.parametrize("by, said", [
-    ("accuracy", "eval/length"), ("eval/kl", "-eval/kl"), ("-kl", "-score"),
-    ("eval/failed_calls", "-eval/failed_calls"), ("eval/environment_share/x", "least")])
+    ("accuracy", "eval/length"), ("eval/kl", "-eval/kl"), ("-kl", "-score")])
 def test_keep_best_names_a_figure_and_its_direction(world, tmp_path, by, said):
     wrong = run("ppo.py", tmp_path, keys_of(world, "ppo.py", keep_best=by))
     assert_one_line(wrong, "ppo.py", said.replace("-score", "score"))
@@ -148,9 +144,8 @@ def test_a_card_names_the_model_on_the_hub_from_which_it_comes(tmp_path, monkeyp
         write(f"{name}/README.md", f"---\n{head}\n---\n# x\nbase_model: c/d\n")
     os.remove("none/README.md")
     model = "Owner/Model-0.5B"
-    assert {path: hub_name(path) for path in (*heads, model, "gpt2", "")} == dict(
-        first=model, foreign="", scratch="", none="", older="", gpt2="gpt2") | {
-            model: model, "": ""}
+    assert {path: hub_name(path) for path in (*heads, model, "gpt2", "")} == dict.fromkeys(
+        [*heads, ""], "") | {"first": model, model: model, "gpt2": "gpt2"}
 
 
 # trackers
@@ -185,7 +180,8 @@ def test_trackers_get_the_log_and_go_on_with_the_same_run(world, tmp_path):
         assert first["name"] == second["name"] and second["resume"] == "allow"
         sent = {call[2]["step"]: call[1] for call in calls if call[0] == "log"}
         assert list(sent) == list(range(last + 1))
-        assert all(log[i] == sent[i] for i in sent if i != 2)  # both runs had a 2
+        for i in set(sent) - {2}:  # both runs had a 2
+            assert {key: x for key, x in log[i].items() if type(x) is not str} == sent[i]
     for report_to, word in (("trackio", "trackio"), ("tensorbored", "tensorboard")):
         result = run("sft.py", tmp_path / word, keys | dict(report_to=report_to),
                      before=fakes(missing="trackio"))
@@ -252,16 +248,14 @@ def test_an_odd_record_is_a_line_and_no_traceback(tmp_path):
     """Each in the place of the second record, or sample, of a run that is good otherwise."""
     folder, log = tmp_path / "run", [{"iteration": 0, "eval/kl": 0.5}]
     os.makedirs(folder)
-    for each in ("null", '"0"', "[1]", "{}", "true", "0.5", "NaN", "1e400", "1" + "0" * 400):
+    for each in ("null", '"0"', "[1]", "true", "NaN", "1" + "0" * 400):
         jsonl(folder / "log.jsonl", log)
         with open(folder / "log.jsonl", "a") as f:
             f.write(f'{{"iteration": {each}, "eval/kl": 0.5}}\n')
         with pytest.raises(BadInput, match=r"log\.jsonl, line 2"):
             read_records(str(folder / "log.jsonl"))
-    for changed in (dict(text=None), dict(text=5), dict(prompt={}), dict(prompt=[1]),
-                    dict(prompt=[dict(role="user")]), dict(scores=None), dict(scores=[1]),
-                    dict(length="x"),
-                    dict(messages="x"), dict(messages=[1]), dict(messages=[dict(role="user")])):
+    for changed in (dict(text=5), dict(prompt=[1]), dict(prompt=[dict(role="user")]),
+                    dict(scores=[1]), dict(length="x"), dict(messages=[dict(role="user")])):
         jsonl(folder / "samples.jsonl", [GOOD, GOOD | changed])
         with pytest.raises(BadInput, match=r"samples\.jsonl, line 2"):
             read_samples(str(folder / "samples.jsonl"))
@@ -269,14 +263,14 @@ def test_an_odd_record_is_a_line_and_no_traceback(tmp_path):
     with pytest.raises(BadInput, match="line 1"):
         read_records(str(folder / "deep"))
     # what is no number is not drawn; the figures beside it are
-    odd = ['"x"', "[1]", "{}", "NaN", "Infinity", "1e308", "-1e400", "1" + "0" * 400]
+    odd = ['"x"', "{}", "NaN", "1e308", "-1e400", "1" + "0" * 400]
     write(folder / "log.jsonl", "".join(
         f'{{"iteration": {i}, "eval/kl": {x}, "eval/loss": 0.25}}\n' for i, x in enumerate(
             ["0.5", *odd])))
     jsonl(folder / "samples.jsonl", [GOOD | dict(scores={"x": math.nan, "y": 2.0})])
     write(folder / "config.json", '{"script": "ppo.py", "kl_coef": NaN}')
     result, panels = plot(tmp_path, runs="run", metrics="eval/*")
-    assert panels == {"eval/kl": [[[0], [0.5]]], "eval/loss": [[[*range(9)], [0.25] * 9]]}
+    assert panels == {"eval/kl": [[[0], [0.5]]], "eval/loss": [[[*range(7)], [0.25] * 7]]}
     result, _ = plot(tmp_path, runs="run", out="a.html")
     page = (tmp_path / "a.html").read_text()
     (data,) = json.loads(re.search(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)[1])["runs"]
@@ -284,17 +278,18 @@ def test_an_odd_record_is_a_line_and_no_traceback(tmp_path):
     assert result.codes == [0]
 
 
-def test_a_page_is_written_again_while_the_run_goes_on(tmp_path):
-    os.makedirs(tmp_path / "run")
-    log = jsonl(tmp_path / "run" / "log.jsonl", [{"iteration": 0, "eval/kl": 0.25}])
+def test_a_page_waits_for_its_run_and_is_written_again_while_it_goes_on(tmp_path):
     page, argv = tmp_path / "page.html", ["--runs=run", "--out=page.html", "--watch=0.1"]
     watch = Started("tools/plot.py", argv, str(tmp_path))
-    for figure in ("0.25", "0.875"):
+    records = [{"iteration": i, "eval/kl": x} for i, x in enumerate((0.25, 0.875))]
+    for number, (text, path) in enumerate([("waiting for run/log.jsonl", tmp_path / "stdout-0"),
+                                           ("0.25", page), ("0.875", page)], 1):
         until = time.monotonic() + 60
-        while not (page.exists() and figure in page.read_text()):
+        while not (path.exists() and text in path.read_text()):
             assert time.monotonic() < until
             time.sleep(0.05)
-        jsonl(log, [{"iteration": 0, "eval/kl": 0.25}, {"iteration": 1, "eval/kl": 0.875}])
+        os.makedirs(tmp_path / "run", exist_ok=True)
+        jsonl(tmp_path / "run/log.jsonl", records[:number])
     os.kill(watch.pids[0], signal.SIGINT)
     ended = watch.wait()
     assert ended.err[0].count("\n") == 1 and ended.codes == [130]
@@ -408,87 +403,3 @@ def test_the_page_has_a_table_by_source(tmp_path):
         " two - - b, one 0 -> 0.25 7 -> 9" in shown["sources"]
     of_all, rest = shown["charts"].split("By source: accuracy")
     assert "accuracy/" not in of_all and "reward/u" in of_all and "By source: reward/u" in rest
-
-
-# a real browser: what it makes of both pages at two widths, in a light and in a dark scheme
-PROBE = r"""<body>%s<script>
-const linear = x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
-const light = rgb => rgb.map(x => linear(x / 255)).reduce(  // WCAG's relative luminance
-  (sum, x, i) => sum + [0.2126, 0.7152, 0.0722][i] * x, 0);
-const numbers = text => (text.match(/[\d.]+/g) ?? []).map(Number);
-function contrast(view, element, page) {
-  const style = view.getComputedStyle(element);
-  const [r, g, b, alpha = 1] = numbers(style.backgroundColor);
-  const under = [r, g, b].map((x, i) => alpha * x + (1 - alpha) * page[i]);
-  const [low, high] = [light(under), light(numbers(style.color).slice(0, 3))].sort(
-    (a, b) => a - b);
-  return (high + 0.05) / (low + 0.05);
-}
-function left(view, node, place) {  // of a letter of a text
-  const range = view.document.createRange();
-  range.setStart(node, place), range.setEnd(node, place + 1);
-  return range.getBoundingClientRect().left;
-}
-function linesOf(view, element) {
-  const range = view.document.createRange();
-  range.selectNodeContents(element);
-  return range.getClientRects().length;
-}
-addEventListener("load", () => document.body.replaceChildren(JSON.stringify(
-  [...document.querySelectorAll("iframe")].map(frame => {
-    const view = frame.contentWindow, root = view.document.documentElement;
-    const all = query => [...view.document.querySelectorAll(query)];
-    const probe = view.document.body.appendChild(view.document.createElement("div"));
-    probe.style.color = "Canvas";
-    const page = numbers(view.getComputedStyle(probe).color), hebrew = "\u05d0";
-    const texts = all(".prompt, pre, .tokens span").map(x => x.firstChild).filter(
-      x => x?.data?.includes(hebrew));
-    const wrong = texts.filter(x => left(view, x, x.length - 1) > left(view, x, 0));
-    return {dark: page[0] < 128, wide: root.scrollWidth - root.clientWidth,
-            contrasts: all(".tokens span").map(span => contrast(view, span, page)),
-            lines: Math.max(0, ...all("#final td").map(td => linesOf(view, td))),
-            texts: texts.length, wrong: wrong.length};
-  }))));
-</script>"""
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_both_pages_can_be_read_on_a_phone_and_in_the_dark(tmp_path):
-    """No page is wider than its window, each token can be read, Hebrew ends on the left."""
-    asked, said = ["\u05d0\u05d1 12 \u05d2?", "x" * 300, "12=" * 40], "\u05d0\u05d1 30."
-    tokens = [said, *map(str, range(40))]
-    columns = dict(advantage=[(-1) ** i * i / 40 for i in range(41)], ratio=[1.0] * 41)
-    responses = [dict(
-        index=i, row=i, prompt=prompt, answer=said, text="", score=0.5, shaped=0.5, finished=True,
-        sum=[[1.0, "accuracy", 0.5]], strings=tokens, ends=[t == 40 for t in range(41)],
-        columns=columns) for i, prompt in enumerate(asked)]
-    page = fill_page("tools/iteration.html", "r" * 90, dict(
-        run="r", script="ppo.py", iteration=7, responses=responses))
-    (tmp_path / "iteration.html").write_text(page)
-    curves = {f"eval/{name}": [[0, -0.123], [1, 12.5]] for name in (
-        "scores", "accuracy", "kl", "length", "finished", "entropy")}
-    samples = [dict(iteration=0, row=i, prompt=prompt, answer=said, text=said, scores={},
-                    finished=True, length=3, trained=False) for i, prompt in enumerate(asked)]
-    page = fill_page("tools/page.html", "r", dict(meanings={}, watch=0, runs=[
-        dict(name=name * 40, curves=curves, samples=samples, config=dict(out_dir=name * 200),
-             changed=["out_dir"]) for name in "ab"]))
-    (tmp_path / "plot.html").write_text(page)
-    frames = [f'<iframe src="{name}.html" style="border:0;width:{width}px;height:900px"></iframe>'
-              for name in ("iteration", "plot") for width in (400, 1280)]
-    (tmp_path / "probe.html").write_text(PROBE % "".join(frames))
-    for scheme in (0, 1):
-        shown = subprocess.run(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-             "--no-first-run", "--disable-background-networking", "--disable-component-update",
-             "--disable-sync", f"--user-data-dir={tmp_path}/{scheme}", "--window-size=1400,900",
-             "--allow-file-access-from-files", f"--blink-settings=preferredColorScheme={scheme}",
-             "--dump-dom", f"file://{tmp_path}/probe.html"],
-            capture_output=True, text=True, timeout=120)
-        found = json.loads(re.search(r"<body>(\[.*\])</body>", shown.stdout)[1])
-        assert [one["dark"] for one in found] == 4 * [scheme == 0]
-        assert [one["wide"] for one in found] == [0, 0, 0, 0]
-        assert [len(one["contrasts"]) for one in found] == [123, 123, 0, 0]
-        assert min(found[0]["contrasts"] + found[1]["contrasts"]) >= 4.5  # WCAG's AA
-        assert [one["wrong"] for one in found] == [0, 0, 0, 0] and all(x["texts"] for x in found)
-        assert [one["lines"] for one in found] == [0, 0, 1, 1]  # a cell of numbers is a line
