@@ -15,7 +15,6 @@ from errors import BadInput, first_line, say, visible
 from options.home import from_home
 from options.sources import raw_rows, rename
 
-MOST = 1e30  # no number of a run is so large
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
     "max_new_tokens", "temperature", "fields", "max_prompt_tokens", "system_prompt", "stop_strings",
@@ -162,18 +161,12 @@ def read_records(file):
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line, parse_float=finite, parse_constant=finite,
-                                      parse_int=lambda n: int(n) if len(n) < 30 else None))
+            records.append(json.loads(line, parse_constant=lambda name: None))
             if type(records[-1]["iteration"]) is not int:
                 raise TypeError
-        except (ValueError, TypeError, KeyError, RecursionError) as e:
+        except (ValueError, TypeError, KeyError) as e:
             raise BadInput(f"{file}, line {number}: no record of a run") from e
     return records
-
-
-def finite(text):
-    """A number of a JSON file; None for NaN and Infinity, and where no picture could show it."""
-    return x if abs(x := float(text)) < MOST else None
 
 
 def read_samples(file):
@@ -182,14 +175,9 @@ def read_samples(file):
     for number, sample in enumerate(samples, 1):
         try:
             sample["text"] = response_of(sample)
-            chat = sample["prompt"] if isinstance(sample["prompt"], list) else []
-            texts = [sample["text"], *(m[key] for m in chat for key in ("role", "content"))]
-            texts += [] if chat else [sample["prompt"]]
             sample["scores"] = {name: x for name, x in sample["scores"].items()
                                 if isinstance(x, (int, float))}
-            if {*map(type, texts)} != {str} or type(sample["length"]) is not int:
-                raise TypeError
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
+        except (TypeError, KeyError, AttributeError) as e:
             raise BadInput(f"{file}, line {number}: no sample of a run") from e
     return samples
 

@@ -248,22 +248,18 @@ def test_an_odd_record_is_a_line_and_no_traceback(tmp_path):
     """Each in the place of the second record, or sample, of a run that is good otherwise."""
     folder, log = tmp_path / "run", [{"iteration": 0, "eval/kl": 0.5}]
     os.makedirs(folder)
-    for each in ("null", '"0"', "[1]", "true", "NaN", "1" + "0" * 400):
+    for each in ("null", '"0"', "[1]", "true", "NaN"):
         jsonl(folder / "log.jsonl", log)
         with open(folder / "log.jsonl", "a") as f:
             f.write(f'{{"iteration": {each}, "eval/kl": 0.5}}\n')
         with pytest.raises(BadInput, match=r"log\.jsonl, line 2"):
             read_records(str(folder / "log.jsonl"))
-    for changed in (dict(text=5), dict(prompt=[1]), dict(prompt=[dict(role="user")]),
-                    dict(scores=[1]), dict(length="x"), dict(messages=[dict(role="user")])):
+    for changed in (dict(scores=None), dict(scores=[1]), dict(messages=[dict(role="user")])):
         jsonl(folder / "samples.jsonl", [GOOD, GOOD | changed])
         with pytest.raises(BadInput, match=r"samples\.jsonl, line 2"):
             read_samples(str(folder / "samples.jsonl"))
-    write(folder / "deep", "[" * 10**5 + "\n")
-    with pytest.raises(BadInput, match="line 1"):
-        read_records(str(folder / "deep"))
     # what is no number is not drawn; the figures beside it are
-    odd = ['"x"', "{}", "NaN", "1e308", "-1e400", "1" + "0" * 400]
+    odd = ['"x"', "[1]", "{}", "NaN", "Infinity", "-Infinity"]
     write(folder / "log.jsonl", "".join(
         f'{{"iteration": {i}, "eval/kl": {x}, "eval/loss": 0.25}}\n' for i, x in enumerate(
             ["0.5", *odd])))
