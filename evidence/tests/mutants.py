@@ -103,7 +103,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("rm.py", "(1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing",
      "(1 - confidence) + label_smoothing", "test_by_hand", "again"),
     # faults, ranks, reliability
-    ("checkpoint.py", "not os.path.lexists(final):  # between", "False:  # between",
+    ("checkpoint.py", "not os.path.lexists(final):  # killed", "False:  # killed",
      "test_checkpoint", "while"),
     ("checkpoint.py", "wide = torch.promote_types(own[key].dtype, torch.float32)",
      "wide = t.dtype", "test_checkpoint", "dtype"),
