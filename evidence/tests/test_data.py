@@ -6,15 +6,15 @@ import functools
 import importlib.util
 import itertools
 import json
+import math
 import os
-import random
 import re
 import shutil
 import sys
 
 import pytest
 from byte_tokenizer import write_byte_tokenizer
-from tiny import ROOT, Started, jsonl, read_jsonl, typed, write
+from tiny import ROOT, Started, jsonl, read_jsonl, write
 
 
 def made(name, folder, *args):
@@ -37,9 +37,10 @@ def last(text):
 def answer(row):
     """What the row asks for: a sum or product, or whether a number is even."""
     asked = last(row["prompt"])
-    sum_or_product = re.search(r"\d+( ?[+*] ?\d+)+", asked)
-    return (str(eval(sum_or_product[0])) if sum_or_product else
-            "no" if int(re.search(r"\d+", asked)[0]) % 2 else "yes")
+    numbers = [*map(int, re.findall(r"\d+", asked))]
+    if len(numbers) == 1:
+        return "no" if numbers[0] % 2 else "yes"
+    return str(math.prod(numbers) if "*" in asked else sum(numbers))
 
 
 def load_file(path):
@@ -230,11 +231,10 @@ MISS, HIT = "2-7=-5-5=-10-9=-19", "2+7=9-5=4+9=13"
     (f"{MISS}?{HIT}", 1, 2, 0, 0),  # cut behind the hit
     (f"{MISS}?2+7=9-5=4+9", 0, 2, 0, 1 / 2),  # cut within
     ("2+7=9-5=3+9=13!", 0, 1, 0, 1),  # a sum is wrong
-    ("2+7=9-5=4+9=12!", 0, 1, 0, 1),
     ("7+2=9-5=4+9=13!", 0, 1, 0, 1),  # not in order
     ("2+7=9+4=13!", 0, 1, 0, 1),  # not all numbers
-    ("13!", 0, 1, 0, 1), ("2!", 0, 1, 0, 1), ("", 0, 0, 0, 0), ("?", 0, 0, 0, 0),
-    (f"{HIT}{HIT}!", 0, 1, 0, 1), (f" {HIT}!", 0, 1, 0, 1), (f"+{HIT}!", 0, 1, 0, 1)])
+    ("13!", 0, 1, 0, 1), ("", 0, 0, 0, 0), ("?", 0, 0, 0, 0), (f"{HIT}{HIT}!", 0, 1, 0, 1),
+    (f"+{HIT}!", 0, 1, 0, 1)])
 def test_the_rules_of_search(response, solved, attempts, repeats, slips):
     rules = load_file("data/search/reward.py")
     batch = dict(rows=[dict(numbers=NUMBERS, target=13)], completions=[response])
@@ -261,8 +261,10 @@ def test_search(task):
     assert len(set(train + held_out)) == len(train + held_out) == 8874 and len(held_out) == 500
     assert {row["prompt"] for row in rows["sft_train"]} == set(train)
     assert {row["prompt"] for row in rows["sft_val"]} == set(held_out)
-    right = counts = 0
-    for row in rows["sft_train"]:
+    said = [row["completion"] for row in rows["sft_train"]]
+    assert sum(text[-1] == "!" for text in said) / len(said) == pytest.approx(0.40, abs=0.005)
+    assert len(re.findall("[?!]", "".join(said))) / len(said) == pytest.approx(2.5, abs=0.05)
+    for row in rows["sft_train"][::7]:
         numbers, target = re.fullmatch(r"([\d,]+)>(-?\d+):", row["prompt"]).groups()
         tried = re.findall(r"([^?!]+)([?!])", row["completion"])
         assert "".join(map("".join, tried)) == row["completion"] and 1 <= len(tried) <= 8
@@ -270,43 +272,10 @@ def test_search(task):
             assert re.sub(r"=-?\d+|[+-]", "", attempt) == numbers.replace(",", "")
             assert (value(attempt) == int(target)) == (mark == "!")
             assert mark == "?" or place == len(tried) - 1
-        right, counts = right + (tried[-1][1] == "!"), counts + len(tried)
-    assert right / len(rows["sft_train"]) == pytest.approx(0.40, abs=0.005)
-    assert counts / len(rows["sft_train"]) == pytest.approx(2.5, abs=0.05)
     for row in rows["rl_train"]:
         assert row["prompt"] == f"{','.join(map(str, row['numbers']))}>{row['target']}:"
     tokenizer = folder / "data/search/tokenizer/tokenizer_config.json"
     assert json.loads(tokenizer.read_text())["eos_token"]
-
-
-def test_thinking_longer_by_itself(tmp_path):
-    """
-    With two numbers there are two ways, and who gives up after the first is often wrong: a tiny
-    model learns this in seconds. Then GRPO, with the config of the task, makes responses right more
-    often, and longer, though nothing asks for length.
-    """
-    demonstrate, rng, rows = load_file("data/search/prepare.py").demonstrate, random.Random(0), []
-    for _ in range(4000):
-        numbers = [rng.randint(1, 9) for _ in range(2)]
-        target = numbers[0] + rng.choice([1, -1]) * numbers[1]
-        rows.append(dict(prompt=f"{numbers[0]},{numbers[1]}>{target}:", numbers=numbers,
-                         target=target, completion=demonstrate(rng, numbers, target)))
-    data, out = jsonl(tmp_path / "rows.jsonl", rows), str(tmp_path / "out")
-    write_byte_tokenizer(str(tmp_path / "tokenizer"))
-    os.symlink(f"{ROOT}/data", tmp_path / "data")  # the config names the rule in it
-    for script, keys in (
-            ("sft", dict(tokenizer_path=str(tmp_path / "tokenizer"), train_path=data, val_path="",
-                         context=64, d_model=64, d_ff=256, max_iters=250, learning_rate=5e-3,
-                         micro_batch_size=64)),
-            ("grpo", dict(policy_path=out + "/sft/policy", prompts_path=data, eval_path="",
-                          max_new_tokens=40, max_iters=8))):
-        ended = Started(f"{script}.py", [f"{ROOT}/config/search_{script}.py", *typed(
-            keys | dict(out_dir=f"{out}/{script}"))], str(tmp_path)).wait()
-        assert ended.codes == [0], ended
-    records = read_jsonl(out + "/grpo/log.jsonl")
-    for figure in ("objective/reward/solved", "objective/length"):
-        values = [record[figure] for record in records if figure in record]
-        assert sum(values[-3:]) / 3 > sum(values[:2]) / 2, values
 
 
 # SmolLM2's problems
@@ -345,7 +314,7 @@ def test_the_form_of_a_solution():
 
 
 def test_the_table(tmp_path):
-    """Of a made-up run: gains problem by problem, speeds, memory in either unit."""
+    """Of a made-up run: gains problem by problem, speeds, memory."""
     (model := tmp_path / "model").mkdir()
     write_byte_tokenizer(str(model))
     write(model / "chat_template.jinja", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
@@ -355,15 +324,13 @@ def test_the_table(tmp_path):
     prompts = jsonl(tmp_path / "p", [dict(prompt=[dict(role="user", content="ab")])])
     line = {"time/rollout": 2.0, "time/score": 1.0, "time/update": 4e-8, "time/iteration": 3.0,
             "objective/length": 3.0, "policy/sampler_gap": 1e-3, "mem/peak_mib": 3072.0}
-    for name, lora, unit in ("grpo", "", "MiB"), ("ppo", "16", "GiB"):
-        (out := tmp_path / f"x_{name}").mkdir()
-        write(out / "config.json", json.dumps(dict(
-            policy_path=str(model), prompts_path=prompts, batch_size=2, max_new_tokens=4,
-            lora=lora)))
-        jsonl(out / "log.jsonl", [line | {"iteration": i, "time/update": s}
-                                  for i, s in enumerate((9.0, 4e-8, 4e-8))])
-        write(f"{out}.memory", f"\n{unit}    weights\npolicy  1.0  2.0\n\nat the peak of\n"
-              "rollout    1024.0   policy 1.0\nupdate    2048.0   policy 1.0, step 2.0\n")
+    (out := tmp_path / "x_grpo").mkdir()
+    write(out / "config.json", json.dumps(dict(
+        policy_path=str(model), prompts_path=prompts, batch_size=2, max_new_tokens=4, lora="")))
+    jsonl(out / "log.jsonl", [line | {"iteration": i, "time/update": s}
+                              for i, s in enumerate((9.0, 4e-8, 4e-8))])
+    write(f"{out}.memory", "\nMiB    weights\npolicy  1.0  2.0\n\nat the peak of\n"
+          "rollout    1024.0   policy 1.0\nupdate    2048.0   policy 1.0, step 2.0\n")
     right = {"start": [0, 0, 0, 0], "sft": [1, 0, 0, 0], "rl": [1, 1, 1, 0]}
     write(tmp_path / "x_seen.json", json.dumps(dict(prompts=4, policies={
         name: {"greedy accuracy": dict(mean=sum(some) / 4, error=0.125)}
@@ -379,9 +346,9 @@ def test_the_table(tmp_path):
     assert "| seen (4): greedy accuracy | 0.0% ± 12.5% | 25.0% ± 12.5% | 75.0% ± 12.5% |" in text
     # gains 0, 1, 1, 0: deviation sqrt(1 / 3), over sqrt(4), times 1.96
     assert "| seen: greedy, points above SFT |  |  | +50.0% ± 56.6% |" in text
-    assert "| iterations | 3 | 3 |" in text
-    assert "| tokens of a prompt, of a response | 2, 3 | 2, 3 |" in text
-    # weights 2 * 8 * (2 * 8 + 2 * 4 + 3 * 4) = 576: 6 or 4 FLOP * 2 rows * ((576 + 80) * 5 + 384)
-    assert "| update, TFLOP/s | 1.1 | 0.7 |" in text
-    assert "| tokens trained a second | 250,000,000 | 250,000,000 |" in text
-    assert "| memory, GiB | 3.0 (predicted: 2.0) | 3.0 (predicted: 2048.0) |" in text
+    assert "| iterations | 3 |" in text
+    assert "| tokens of a prompt, of a response | 2, 3 |" in text
+    # weights 2 * 8 * (2 * 8 + 2 * 4 + 3 * 4) = 576: 6 FLOP * 2 rows * ((576 + 80) * 5 + 384)
+    assert "| update, TFLOP/s | 1.1 |" in text
+    assert "| tokens trained a second | 250,000,000 |" in text
+    assert "| memory, GiB | 3.0 (predicted: 2.0) |" in text
