@@ -89,7 +89,7 @@ class Seen:
             CUDAGraph=Graph, Stream=mock.Mock, current_stream=mock.Mock,
             stream=contextlib.nullcontext,
             set_sync_debug_mode=lambda mode: setattr(self, "no_waits", mode == "error"),
-            get_device_capability=lambda device: (9, 0),
+            get_device_capability=lambda device: (9, 0), get_device_name=lambda device: "pretended",
             empty_cache=lambda: setattr(self, "full", False))
 
 

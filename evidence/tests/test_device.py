@@ -20,7 +20,6 @@ import parallel
 import pretend
 import ranks
 import tiny
-from batches import micro_batches
 from load import autocast, load
 from model import SPARE, decoding_cache, roomy_layer
 from options import decoding_graph
@@ -70,14 +69,14 @@ RUNS = {
     "grpo.py, 16 bits": dict(dtype="bfloat16", importance_cap=2),
     "grpo.py, turns": dict(environment="RULES:talks", max_turns=3, max_new_tokens=12,
                            reward_functions="environment,0.5*length", save_rollouts=1),
-    "sft.py": {}, "rm.py": dict(lora="2")}
+    "rm.py": dict(lora="2")}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, name):
     """
     It uses no operation that has no exact kernel there, or deterministic = True would be an error;
-    and it is the run of a CPU.
+    and where texts are sampled, it is the run of a CPU.
     """
     script = name.partition(",")[0]
     keys = keys_of(world, script, max_iters=1, **RUNS[name])
@@ -93,13 +92,12 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, name):
         first = tiny.read_log(tmp_path / "gpu" / "out")[0]
         assert first["objective/kl"] == 0 and first["policy/sampler_gap"] < 0.02
         return
-    models = ("reward_model",) if script == "rm.py" else ("policy",)
-    on_cpu = tiny.well(script, tmp_path / "cpu", keys | dict(offload=""))
-    assert_same_run(tmp_path / "gpu" / "out", on_cpu, models, 1e-9)
+    if script != "rm.py":
+        on_cpu = tiny.well(script, tmp_path / "cpu", keys | dict(offload=""))
+        assert_same_run(tmp_path / "gpu" / "out", on_cpu, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name, inexact", [
-    ("Qwen3.5 (text)", {"cumsum"}), ("LFM2 MoE", set()), ("Falcon-H1", {"cumsum"})])
+@pytest.mark.parametrize("name, inexact", [("Qwen3.5 (text)", {"cumsum"}), ("LFM2 MoE", set())])
 def test_families_that_keep_a_state(tmp_path, name, inexact):
     """Sampled and trained as on a CPU; docs/scale.md names those that cannot be deterministic."""
     save(tmp_path, name)
@@ -142,25 +140,6 @@ def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
     assert told.get("device_id") == (None if roles else torch.device("cuda", 3))
 
 
-def test_nothing_reads_memory_that_was_never_written(world):
-    """torch can fill all new tensors with NaN. Zeros, as in a fresh page, would hide a read."""
-    policy = load(world.tied, "policy", keys_of_system(), torch.device("cpu")).requires_grad_(False)
-
-    def go():
-        out = answer(policy, [[97, 17, 80, 33, 10], [41, 2], [64, 3, 3]], 12, at_once=2)
-        (mb,) = micro_batches(out, torch.arange(3), 3)
-        return (out["tokens"], out["sampler_logprobs"],
-                policy.logprobs(mb["tokens"], mb["response_mask"])[0])
-
-    want = go()
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(3).isnan().all()
-        assert all(torch.equal(a, b) for a, b in zip(want, go(), strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def by_graphs(name, folder, monkeypatch):
     """
     What a decoding of a family samples plainly, and by graphs, a graph for each 8 columns, on a
@@ -180,7 +159,7 @@ def by_graphs(name, folder, monkeypatch):
     return seen, decoding_graph.off
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Falcon"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_a_recorded_step_samples_the_same(name, tmp_path, monkeypatch):
     """Nothing in it waits, Python decides nothing, the graphs share memory; one finds it full."""
     seen, off = by_graphs(name, tmp_path, monkeypatch)
@@ -223,13 +202,8 @@ def sampled(policy, compiled, prompts=PROMPTS, R=20, **keys):
 
 def wrong(what):
     """A backend whose graphs change their outputs."""
-    def backend(graph, inputs):
-        def run(*args):
-            return [what(x) if torch.is_tensor(x) else x for x in graph(*args)]
-
-        return run
-
-    return backend
+    return lambda graph, inputs: lambda *args: [
+        what(x) if torch.is_tensor(x) else x for x in graph(*args)]
 
 
 def fails(graph, inputs):
@@ -238,12 +212,10 @@ def fails(graph, inputs):
 
 ONE = dict(num_hidden_layers=1)
 CASES = [  # a family, its layers (else two), a backend, why it is not used
-    # each computes something in its own way: positions, heads, experts, compressed keys. And
-    # layers; the second one of DeepSeek is of another kind
-    ("GPT-2", {}, "eager", ""), ("OPT", ONE, "eager", ""), ("Falcon", ONE, "eager", ""),
-    ("Mixtral", ONE, "eager", ""), ("DeepSeek-V3", {}, "eager", ""),
+    # each computes something in its own way: positions, experts, compressed keys. The second layer
+    # of DeepSeek is of another kind
+    ("GPT-2", {}, "eager", ""), ("Mixtral", ONE, "eager", ""), ("DeepSeek-V3", {}, "eager", ""),
     ("OPT", ONE, fails, "no compiler"),
-    ("OPT", ONE, wrong(lambda x: x if x.shape[-1] != 264 else 1.1 * x), "logits differ"),
     ("OPT", ONE, wrong(lambda x: x if x.shape[-1] != 264 else x * torch.nan), "logits differ"),
     ("OPT", ONE, wrong(lambda x: x if x.dtype != torch.int64 or x.dim() != 1 else x ^ 1),
      "other tokens")]
@@ -326,7 +298,7 @@ def test_a_trunk_is_traced_once_and_computes_the_same(tmp_path):
     that MemTracker, in other tests, refuses.
     """
     def check():
-        save(tmp_path, "Llama")
+        save(tmp_path, "Llama", **ONE)
         stats = as_new("eager")
         plain, compiled = (load(str(tmp_path), "policy", keys_of_system(
             dtype="float64", compile=on, gradient_checkpointing=on), CPU, trained=True)

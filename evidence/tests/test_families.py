@@ -118,8 +118,8 @@ NO_CACHE = ["Mamba", "RWKV"]
 NO_SCORES = ["Cohere", "Granite", "OLMoE", "Ernie 4.5", "Gemma 4 (text)", "OLMo-hybrid",
              "Qwen3.5 MoE (text)", "LFM2", "LFM2 MoE", "Falcon-H1", "Granite 4 hybrid"]
 READ = [name for name in FAMILIES if name not in NO_CACHE]
-# by all three scripts
-RUN = ["Gemma 2", "OPT", "Mixtral", "Cohere", "Gemma 4 (text)", "Qwen3.5 (text)", "Jamba", "Mamba"]
+# by all three scripts: each row of the table, and each kind of layers
+RUN = ["Gemma 2", "Mixtral", "Gemma 4 (text)", "Qwen3.5 (text)", "Mamba"]
 
 
 def save(folder, name, scalar=False, **changed):
@@ -221,7 +221,6 @@ def test_families_do_what_the_docs_say(world, tmp_path):
                 assert any(not torch.equal(after[n], before[n]) for n in before.keys() & {*after})
                 continue
             first = read_log(out)[0]
-            # a product of Jamba's rounds otherwise if its matrix is trained
             assert first["policy/ratio_gap"] == 0 and abs(first["objective/kl"]) < 1e-5, first
             assert first["policy/sampler_gap"] < 1e-4
 
@@ -229,7 +228,7 @@ def test_families_do_what_the_docs_say(world, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # split over the ranks, and in 16 bits
 
-SPLIT = ["Gemma 2", "Cohere", "Mixtral", "gpt-oss", "Qwen3.5 (text)", "Falcon-H1", "Jamba"]
+SPLIT = ["Gemma 2", "Mixtral", "gpt-oss", "Qwen3.5 (text)", "Falcon-H1"]
 
 
 def test_split_models_compute_the_same(tmp_path):
@@ -297,13 +296,10 @@ def test_what_is_saved_is_what_was_computed(tmp_path, keys, name):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "short").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind, settings, lora", [
-    ("jetmoe", EXPERTS | dict(kv_channels=8), ""), ("openai-gpt", GPT, "2")])
-def test_a_family_without_gradient_checkpointing(tmp_path, kind, settings, lora):
-    path = written(tmp_path, random_model(kind, settings))
+def test_a_family_without_gradient_checkpointing(tmp_path):
+    path = written(tmp_path, random_model("openai-gpt", GPT))
     with pytest.raises(BadInput, match=f"{path}.* --gradient_checkpointing=False"):
-        load(path, "policy", keys_of_system(gradient_checkpointing=True, lora=lora), CPU,
-             trained=True)
+        load(path, "policy", keys_of_system(gradient_checkpointing=True), CPU, trained=True)
 
 
 @torch.no_grad()
@@ -326,17 +322,6 @@ def add_vision(folder):
     written(folder, random_model("gemma3", dict(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=260,
         boi_token_index=261, eoi_token_index=262, **BASE)))
-
-
-def test_each_part_says_its_dtype(tmp_path):
-    """transformers gives a part the dtype of its own settings."""
-    add_vision(tmp_path / "theirs")
-    model = load(str(tmp_path / "theirs"), "policy", keys_of_system(), CPU, trained=True)
-    for name in ("bfloat16", "float32", "auto"):
-        save_final(str(tmp_path), name, model, name)
-        config = transformers.AutoConfig.from_pretrained(tmp_path / name)
-        found = {config.dtype, config.text_config.dtype, config.vision_config.dtype}
-        assert found == {torch.bfloat16 if name == "bfloat16" else torch.float32}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,15 +356,11 @@ def test_the_longest_row_changes_no_other(name, monkeypatch):
 
 def test_what_is_no_model_for_the_job_is_refused(tmp_path, monkeypatch):
     save(tmp_path / "policy", "Qwen3", scalar=True)
-    # two scores; BERT's head is called "classifier", and has a bias
-    for n, (kind, settings) in enumerate(dict(qwen3=HEADS | dict(num_labels=2), bert=BASE | dict(
-            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)).items()):
-        config = transformers.AutoConfig.for_model(kind, **settings)
-        written(tmp_path / f"{n}", transformers.AutoModelForSequenceClassification.from_config(
-            config))
+    # BERT's head is called "classifier", and has a bias
+    written(tmp_path / "bert", random_model("bert", BASE | dict(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2), scalar=True))
     for folder, role, head, word in (("policy", "policy", "lm", "is a reward model"),
-                                     ("0", "reward", "scalar", "2 labels"),
-                                     ("1", "reward", "scalar", "linear map")):
+                                     ("bert", "reward", "scalar", "linear map")):
         with pytest.raises(BadInput, match=word):
             load(f"{tmp_path}/{folder}", role, keys_of_system(), CPU, head)
     # a family with something between states and logits that Model.logits does not know of
