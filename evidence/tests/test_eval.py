@@ -68,8 +68,6 @@ def same(found, values):
     """An estimate is the mean of a number for each prompt, 1.96 standard errors, an interval."""
     assert found["mean"] == pytest.approx(statistics.mean(values))
     assert found["error"] == pytest.approx(1.96 * statistics.stdev(values) / len(values)**0.5)
-
-
     if set(values) <= {0, 1}:
         assert 0 <= found["low"] < found["high"] <= 1
     else:
@@ -82,10 +80,8 @@ def test_the_interval_of_a_share():
     Wilson's: each end p solves |share - p| = 1.96 sqrt(p (1 - p) / n), its own standard error. So
     for 0 of n the end is z^2 / (n + z^2).
     """
-    for right, n, low, high in ((1, 12, 0.0149, 0.3539), (5, 10, 0.2366, 0.7634),
-                                (0, 12, 0, 1.96**2 / (12 + 1.96**2)), (12, 12, 0.7575, 1)):
-        its = estimate([1] * right + [0] * (n - right))
-        assert [its["low"], its["high"]] == pytest.approx([low, high], abs=1e-4), (right, n)
+    its = estimate([0] * 12)
+    assert [its["low"], its["high"]] == pytest.approx([0, 1.96**2 / (12 + 1.96**2)], abs=1e-9)
     for n in (1, 2, 3, 7, 100, 5000):
         for right in {0, 1, n // 3, n // 2, n - 1, n}:
             its = estimate([1.0] * right + [False] * (n - right))
@@ -98,17 +94,16 @@ def test_the_interval_of_a_share():
 
 
 def test_no_figure_is_printed_without_its_interval(keys, tmp_path):
-    """Nothing is right: that is no 0 without a doubt. All are alike: an error of 0. One prompt."""
-    few = keys | dict(reward_functions="accuracy,length", samples=2, reward_path="")
-    for limit, interval in ((0, r"0.000 \(0.000 to 0.299\)"), (1, r"0.000 \(0.000 to 0.793\)")):
-        result = tool("eval", tmp_path, few | dict(limit=limit))
-        lines = re.findall(r"^((?:greedy|sampled) .*?)  +(\S.*)$", result.out[0], re.MULTILINE)
-        assert len(lines) >= 10 and result.codes == [0], result
-        for name, cells in lines:
-            either = r"-?[\d.]+ (±([\d.]+|\?)|\([\d.]+ to [\d.]+\))"
-            assert re.fullmatch(rf"{either} +{either}", cells), (name, cells)
-        assert re.match(interval, dict(lines)["greedy accuracy"])
-        assert "±" in dict(lines)["greedy length"] and "to" not in dict(lines)["greedy length"]
+    """Of one prompt: nothing is right, which is no 0 without a doubt; a length has no error."""
+    result = tool("eval", tmp_path, keys | dict(
+        reward_functions="accuracy,length", samples=2, reward_path="", limit=1))
+    lines = re.findall(r"^((?:greedy|sampled) .*?)  +(\S.*)$", result.out[0], re.MULTILINE)
+    assert len(lines) >= 10 and result.codes == [0], result
+    for name, cells in lines:
+        either = r"-?[\d.]+ (±([\d.]+|\?)|\([\d.]+ to [\d.]+\))"
+        assert re.fullmatch(rf"{either} +{either}", cells), (name, cells)
+    assert re.match(r"0.000 \(0.000 to 0.793\)", dict(lines)["greedy accuracy"])
+    assert "±?" in dict(lines)["greedy length"]
 
 
 def test_the_figures_are_those_of_the_responses(done, world):
@@ -146,18 +141,6 @@ def test_the_best_of_k_and_wins_by_enumeration(done):
                                         for a, b in itertools.product(*pair))
                         for pair in zip(*sums.values(), strict=True)])
     assert (duel["policy"], duel["against"]) == ("policy", "older") and 0 < duel["wins"]["mean"] < 1
-
-
-def test_equal_responses_have_equal_scores(keys, tmp_path):
-    """As where a model's last bits depend on the texts beside a text: here a rule counts calls."""
-    rule = write(tmp_path / "counts.py", "calls = []\n\ndef counts(batch):\n    calls.append(1)\n"
-                 "    return [float(len(calls))] * len(batch['completions'])\n")
-    equal = collections.defaultdict(list)
-    for r in evaluated(tmp_path, keys | dict(
-            reward_functions=f"{rule}:counts", reward_path="", batch_size=8)).records:
-        equal[r["row"], r["text"], r["finished"], r["length"]].append(r)
-    assert all(r["scores"] == each[0]["scores"] for each in equal.values() for r in each)
-    assert any(len({r["policy"] for r in each}) == 2 for each in equal.values())
 
 
 def test_two_ranks_find_the_same(done, keys, tmp_path):
@@ -215,13 +198,12 @@ def test_zeros_and_empty_keys_of_runs_are_theirs(tmp_path, capsys):
         given = as_in_run([f"--policies={paths}"], "policies", "", ASKED | JUDGED)
         return {name: value for name, (value, _) in given.items()}
 
-    sft = dict(seed=3, fields="a>prompt", val_path="v.jsonl")  # it has no eval_path
     none = dict(seed=0, eval_path="", fields="", max_prompt_tokens=0, stop_strings="")
     some = dict(seed=5, eval_path="e.jsonl", fields="", stop_strings="x")
     assert asked(one=none) == dict(seed=0, prompts_path="", fields="", max_prompt_tokens=0,
                                    stop_strings="")
-    assert asked(one=sft) == dict(seed=3, fields="a>prompt")
-    assert asked(one=sft, two=none)["prompts_path"] == ""
+    assert asked(one=dict(seed=3, fields="a>prompt", val_path="v.jsonl")) == dict(
+        seed=3, fields="a>prompt")  # of sft.py: it has no eval_path
     capsys.readouterr()
     assert asked(one=none, two=some) == asked(one=none) | dict(
         prompts_path="e.jsonl", stop_strings="x")
@@ -297,9 +279,7 @@ def test_what_is_next_works_when_it_is_typed(world, tmp_path):
                                 max_new_tokens=9), "", dict(prompt="a")),
             ("rm.py", dict(init_from=small, train_path=jsonl(tmp_path / "p.jsonl", chats),
                            max_iters=1, batch_size=4, fields="ask>prompt,good>chosen,bad>rejected"),
-             "--max_new_tokens=8", dict(batch_size=2, max_iters=1)),
-            ("rm.py", keys_of(world, "rm.py", max_iters=1), "", dict(
-                batch_size=2, max_iters=1, dtype="float64"))]):
+             "--max_new_tokens=8", dict(batch_size=2, max_iters=1))]):
         folder = tmp_path / str(number)
         done = Started(script, typed(dict(out_dir="out", device_type="cpu") | keys), folder).wait()
         assert done.codes == [0], done
@@ -324,8 +304,8 @@ def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
     tools = dict(sample=dict(policy_path=f"{sent}/policy", prompt="a"), eval=dict(
         prompts_path=world.rl_val, out="eval", policies=f"{world.policy},{sent}/policy"))
     for key, value, *names in (
-            ("environment", f"{evil}:f", "eval", "sample"), ("tools", f"{evil}:f", "sample"),
-            ("tools", evil, "eval", "sample"), ("reward_functions", f"a, 0.5 * {evil}:f", "eval"),
+            ("environment", f"{evil}:f", "eval", "sample"), ("tools", evil, "sample"),
+            ("reward_functions", f"a, 0.5 * {evil}:f", "eval"),
             ("environment", os.path.relpath(f"{evil}:f", tmp_path), "sample"),
             ("environment", [f"{evil}:f"], "eval")):
         write(sent / "config.json", json.dumps({"out_dir": "out", key: value}))
@@ -345,12 +325,11 @@ def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
 
 @pytest.mark.parametrize("of, file, key, value", [
     ("policy", "generation_config.json", "eos_token_id", [[1]]),
-    ("policy", "tokenizer_config.json", "model_max_length", "x"),
     ("policy", "tokenizer.json", "post_processor", dict(  # it makes Rust panic
         type="TemplateProcessing", pair=[], special_tokens={},
         single=[dict(SpecialToken=dict(id="zz", type_id=0))])),
-    *(("reward", "config.json", "score_shift", x) for x in ("x", [1], math.nan, -math.inf)),
-    ("reward", "config.json", "pad_token_id", 10**30)])
+    ("reward", "config.json", "score_shift", "x"),
+    ("reward", "config.json", "score_shift", math.nan)])
 def test_whatever_a_folder_raises_is_a_line_with_its_name(world, tmp_path, of, file, key, value):
     """In whichever library: a folder that somebody has sent is no bug."""
     sent = shutil.copytree(getattr(world, of), tmp_path / "sent")
@@ -365,7 +344,7 @@ def test_whatever_a_folder_raises_is_a_line_with_its_name(world, tmp_path, of, f
 
 def test_no_text_reaches_the_terminal_as_a_command(world, tmp_path):
     """Of a prompt, a name of a folder, an error."""
-    for said in (r"\x1b[2J", r"\x1b]0;title\x07", r"a\rb\x08\x00", r"\x9b31m\x85\x7f", r"\x0b\x0c",
+    for said in (r"\x1b]0;title\x07", r"a\rb\x08\x00", r"\x9b31m\x85\x7f", r"\x0b\x0c",
                  r"\u202eevil\u2066\u200f", r"\u2028", r"\ud800"):
         assert errors.visible(ast.literal_eval(f"'{said}'")) == said
     for text in ("a\n\tb \\x1b", "é漢\u3000字👩\u200d👧\xa0\u200cف"):

@@ -6,9 +6,7 @@ import contextlib
 import itertools
 import json
 import math
-import random
 import shutil
-import sys
 import time
 from types import SimpleNamespace
 
@@ -101,47 +99,24 @@ PIECES = [*"`~ #1.,;e-+/$\\\"{}[]()<>|=xoH\r\n\t", *"""
     </tool_call> <tool_call>{ <tool_call><function= <function=f> <parameter=a> </parameter>
     <parameter=b> \\boxed{ \\boxed \\begin{a} \\end{a} #### {,} 1,000 1/ to= ◁ Here """.split(),
     "``` ", "```\n", "- ```\n", "x```\n", " " * 9999 + "\n", "Here is my", "```\n</think>\n~~~\n",
+    "~```\n<answer>\nx",
     "\ud800", "\x00", "\\frac{1}{", "\\text{", "metres ", "a/b "]
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_no_text_takes_long(name):
-    """Of 10,000 letters: by quadratic steps seconds, by cubic ones hours. CPU time: others work."""
+    """
+    Of 10,000 letters: by quadratic steps seconds, by cubic ones hours. CPU time: others work. The
+    end fits nothing, so that a pattern tries all that it can.
+    """
     slow, (read, *beginnings) = {}, READERS[name]
-    for begin, piece, end in itertools.product(beginnings, PIECES, ("", "`?")):
+    for begin, piece in itertools.product(beginnings, PIECES):
         start = time.thread_time()
         with contextlib.suppress(ValueError):
-            read(begin + piece * (10_000 // len(piece)) + end)
+            read(begin + piece * (10_000 // len(piece)) + "`?")
         if time.thread_time() - start > 0.5:
-            slow[begin, piece, end] = time.thread_time() - start
+            slow[begin, piece] = time.thread_time() - start
     assert not slow
-
-
-def steps(read, text):
-    """How many functions are called to read a text: alike on every machine."""
-    count = 0
-
-    def one_more(*event):
-        nonlocal count
-        count += 1
-
-    sys.setprofile(one_more)
-    try:
-        read(text)
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_four_times_the_text_is_four_times_the_work():
-    """Responses that loop: blocks that are not closed, marks around answers, in every order."""
-    lines = [*PIECES[-17:], "~```\n", "<answer>\n", "</answer>\n", "<|END_RESPONSE|>\n", "~~~~\n",
-             "x\n", "x~~~~\n", "```python\n", "  ```py\n", "~~~c\n", "      ```\n", "x````\n"]
-    draw = random.Random(0)
-    loops = ["~```\n<answer>\nx"] + ["".join(draw.choices(lines, k=k)) for k in [2, 3, 4, 5] * 100]
-    for loop in filter(lambda loop: len(loop) < 100, loops):
-        few, many = (steps(extract_code, loop * n) for n in (10, 40))
-        assert many < 6 * few, loop
 
 
 def returns(value, *arguments):
@@ -214,27 +189,22 @@ def test_the_reward_ends_in_time(capsys):
     rows = [{"tests": dict(stdin="", stdout="1")}] * 5
     completions = ["print(1)"] + ["```python\nimport time\nprint(1)\ntime.sleep(99)\n```"] * 4
     # the right one has 4 s, the others share them
-    start = time.monotonic()
     assert programs.code(dict(completions=completions, rows=rows, seconds=5)) == [1, 0, 0, 0, 0]
-    assert time.monotonic() - start < 40
     assert "4 of 5" in capsys.readouterr().out
     texts = ["print(1)", "print(2)", "<think>print(1)", "print(1"]
     assert programs.code(dict(completions=texts, rows=rows[:4])) == [1, 0, 0, 0]
     assert capsys.readouterr().out == ""
-    spin = "def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1"
-    batch = dict(completions=[spin], rows=[dict(tests=returns(1))])
-    assert [programs.code(batch | dict(limits=dict(timeout=n))) for n in (1, 30)] == [[0.0], [1.0]]
+    spin = "import time\nwhile time.process_time() < 1.3: pass\nprint(1)"
+    assert programs.code(dict(completions=[spin], rows=rows[:1], limits=dict(timeout=1))) == [0]
 
 
 # the form of LeetCode: its judge imports much of the standard library
 BODIES = [  # the method's arguments, its body; given [3, 1, 2] each gives 6
     ("a: List[int], b: Optional[Dict[str, Tuple[int, ...]]] = None", "return sum(a)"),
     ("a: Counter[int]", "d = defaultdict(int)\nfor x in a: d[0] += x\nreturn d[0]"),
-    ("a", "heapq.heapify(a)\nheappush(a, 9)\nreturn heapq.heappop(a) + 5"),
-    ("a", "return math.gcd(*(6 * x for x in a)) if max(a) < inf else ceil(sqrt(35))"),
+    ("a", "heapq.heapify(a)\nreturn heappop(a) + 5 if max(a) < inf else ceil(sqrt(35))"),
     ("a", "@cache\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a)) * lru_cache(int)(1)"),
     ("a", "random.shuffle(a)\nreturn (datetime.date(2024, 3, 2) - date(2024, 2, 25)).days"),
-    ("a", "return int(statistics.mean(json.loads(json.dumps(deepcopy(a)))) * 3)"),
     ("a", "return pow(3, 2, 10) - pow(1, 5) - len(a) + 1 if open else 0"),  # the built-in pow
     ("a", "def f(n): return n and 1 + f(n - 1)\nreturn f(9000) // 1500")]
 SOURCES = ["class Solution:\n    def f(self, {}):\n        {}\n".format(
@@ -265,16 +235,14 @@ NOTHING = [  # programs that define none of the functions of the tests
     f"class A:\n    {ADD}\n    gcd = median = sorted = add"]
 LIBRARY = [("add", [1, 2], 3), ("gcd", [4, 6], 2), ("median", [[1, 2, 3]], 2), ("sorted", [[]], [])]
 OWN = [  # programs whose add is their own
-    "def add(a, b): return a + b", "add = lambda a, b: a + b", "from operator import sub, add",
+    "add = lambda a, b: a + b", "from operator import sub, add",
     "from operator import concat as f, add as add", "import operator\nadd = operator.add",
-    f"{STARS}def add(a, b): return a + b", "def g(a, b): return a + b\n(add := g)",
+    f"{STARS}def add(a, b): return a + b",
     "try: from nowhere import add\nexcept ImportError:\n    def add(a, b): return a + b",
-    "def g():\n    global add\n    def add(a, b): return a + b\ng()",
-    "exec('def add(a, b): return a + b')", "for add in [lambda a, b: a + b]: pass",
     f"{STARS}class Solution:\n    {ADD}",
     f"from operator import sub as add\nclass Solution:\n    {ADD}",  # the method is its own
-    f"class A:\n    {ADD}\nclass Solution(A): pass", f"if 1:\n    class Solution:\n        {ADD}"]
-METHODS = "search", "merge", "compress", "shuffle", "add", "copy", "count", "date", "pow"
+    f"class A:\n    {ADD}\nclass Solution(A): pass"]
+METHODS = "search", "merge", "add", "copy", "pow"
 
 
 @needs_bwrap
@@ -304,8 +272,8 @@ def test_grpo_runs_on_verdicts_and_not_without_bwrap(world, tmp_path, monkeypatc
     tests = dict(stdin="", stdout="")
     path = jsonl(tmp_path / "rows.jsonl", [dict(prompt=p, tests=tests) for p in ("a", "#", "1")])
     keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=20,
-                   max_iters=2, code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
+                   max_iters=1, code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
     log = read_log(well("grpo.py", tmp_path, keys))
-    assert all(0 <= r["objective/reward/code"] <= 1 for r in log[:2])
+    assert 0 <= log[0]["objective/reward/code"] <= 1
     monkeypatch.setenv("PATH", str(tmp_path))
     assert_one_line(run("grpo.py", tmp_path / "bare", keys), "grpo.py", "apt install bubblewrap")

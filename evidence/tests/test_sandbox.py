@@ -10,7 +10,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -91,10 +90,6 @@ HARMLESS = [
     ("import os\nprint(os.path.dirname(__file__) == os.getcwd(), os.path.basename(__file__))",
      prints("True solution.py"), PASSED),
     ("import os\nos.abort()", prints("1"), (0, 1, "crash"))]
-if os.path.exists("/usr/share/zoneinfo/Asia/Tokyo"):
-    HARMLESS.append(("import datetime, zoneinfo\ntokyo = zoneinfo.ZoneInfo('Asia/Tokyo')\n"
-                     "print(datetime.datetime(2024, 1, 1, tzinfo=tokyo).utcoffset())",
-                     prints("9:00:00"), PASSED))
 GROWS = """import os
 def f():
     for grow in ((os.write, b"x" * 99), (os.ftruncate, 99), (os.posix_fallocate, 0, 99),
@@ -109,8 +104,6 @@ LIMITS = [  # of time, memory and output; nothing takes longer than its limit
     # the time is that of all tests
     ("import time\ntime.sleep(1.5)", prints([""] * 10, [""] * 10), "timeout"),
     ("x = bytearray(2**31)", prints("1"), "memory"),
-    ("def f():\n    x = 'x' * 10**6\n    for _ in range(20): x = [x] * 9\n    return x",
-     returns(1), "memory"),
     ("import os\ndef f(a):\n    while True: os.write(a, b'x' * 10**6)", returns(1, 3),
      "output limit"),
     ("print('x' * 70000)", prints("1"), "output limit"),
@@ -120,9 +113,9 @@ LIMITS = [  # of time, memory and output; nothing takes longer than its limit
     ("def f():\n    for _ in range(100): print('x' * 10**6)\n    return 1", returns(1), "pass"),
     (GROWS, returns(None), "pass")]  # its stdin is a file in memory, which stays empty
 # an exit, a crash or a limit in the third of five calls takes the third and all later ones
-IN_THE_THIRD = [("os._exit(0)", 2, "crash"), ("ctypes.string_at(0)", 2, "crash"),
-                ("os.write(3, b'x' * 10**6)", 2, "output limit"), ("raise SystemExit", 4, "error"),
-                ("os.kill(os.getpid(), 9)", 2, "killed"), ("bytearray(2**31)", 4, "memory")]
+IN_THE_THIRD = [("ctypes.string_at(0)", 2, "crash"), ("raise SystemExit", 4, "error"),
+                ("os.write(3, b'x' * 10**6)", 2, "output limit"), ("bytearray(2**31)", 4, "memory"),
+                ("os.kill(os.getpid(), 9)", 2, "killed")]
 FIVE = {"fn": "f", "inputs": [[n] for n in range(5)], "outputs": list(range(5))}
 
 
@@ -368,35 +361,6 @@ def test_a_sandbox_as_the_host_sees_it():
     deadline = time.monotonic() + 5
     while ours() and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def test_an_ordinary_user():
-    """Root's sandbox is another than everyone else's: try that, where the system has a Python."""
-    python = "/usr/bin/python3"
-    version = "import sys; sys.exit(sys.version_info < (3, 11))"
-    if os.geteuid() or not os.path.exists(python) or subprocess.call([python, "-c", version]):
-        pytest.skip("only root can be another user, who needs a Python 3.11 in /usr/bin")
-    code = """
-sandbox.check_sandbox()
-look = b'''import os
-print(os.getresuid(), os.uname().nodename, os.path.exists('/etc'))'''
-for text in look, b"while True: pass":
-    print(sandbox.run_program(text, None, b"", 999, 1, 128, 20)[:2])
-"""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # $TMPDIR may be root's alone
-        os.mkdir(f"{folder}/grading")
-        for file in "errors.py", "grading/sandbox.py":
-            shutil.copy(f"{ROOT}/{file}", f"{folder}/{file}")
-        with open(f"{folder}/torch.py", "w"):
-            pass  # errors.py asks whether there is one; the sandbox needs none
-        os.chmod(folder, 0o755)
-        done = subprocess.run([python, "-B", "-c", CHILD.replace(ROOT, folder) + code],
-                              user=12345, group=12345, extra_groups=[], capture_output=True,
-                              text=True, cwd="/")
-    if done.returncode and "needs namespaces" in done.stderr:
-        pytest.skip(done.stderr.splitlines()[-1])
-    assert done.stdout == (
-        "(b'(65534, 65534, 65534) sandbox False\\n', None)\n(b'', 'timeout')\n"), done.stderr
 
 
 def test_bwrap_fails_or_is_missing(tmp_path, monkeypatch):

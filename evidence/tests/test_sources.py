@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import assert_same_run, jsonl, keys_of, read_jsonl, well
+from tiny import jsonl, keys_of, read_jsonl, well, write
 
 from errors import BadInput
 from options.sources import figures_by_source, files_in, name_sources
@@ -17,8 +17,11 @@ ROWS = [dict(prompt="a\nb", answer="02"), dict(prompt='é, "c"', answer="NA"),
         dict(prompt="x", answer="0.10")]
 
 
-def test_tables_keep_their_texts(tmp_path):
-    """02, NA and 0.10 stay as they are, and so do newlines, quotes and commas."""
+def test_tables_keep_their_texts(world, tmp_path):
+    """
+    02, NA and 0.10 stay as they are, and so do newlines, quotes and commas. Margins and confidences
+    of pairs are numbers, an empty one is none.
+    """
     (tmp_path / "a.csv").write_text(
         'prompt,answer\r\n"a\nb",02\r\n"é, ""c""",NA\r\nx,0.10\r\n', newline="")
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
@@ -27,22 +30,14 @@ def test_tables_keep_their_texts(tmp_path):
     (tmp_path / "B.CSV").write_bytes((tmp_path / "a.csv").read_bytes())
     for name in ("a.csv", "B.CSV", "a.json", "a.jsonl.gz"):
         assert read_rows(f"{tmp_path}/{name}", prompt_row) == ROWS
-
-
-def test_pairs_of_a_table(world, tmp_path):
-    """Their margins and confidences are numbers, an empty one is none; the run is that of JSONL."""
-    with open(tmp_path / "a.CSV", "w", newline="", encoding="utf-8") as f:
-        table = csv.DictWriter(f, ["prompt", "chosen", "rejected", "lead", "confidence"])
+    pairs = world.rows["pairs_train"]
+    with open(tmp_path / "pairs.csv", "w", newline="", encoding="utf-8") as f:
+        table = csv.DictWriter(f, ["prompt", "chosen", "rejected", "margin", "confidence"])
         table.writeheader()
-        for row in world.rows["pairs_train"]:
-            row = {"lead" if name == "margin" else name: x for name, x in row.items()}
-            table.writerow(row)
-    outs = [well("rm.py", tmp_path / number, keys_of(
-        world, "rm.py", max_iters=2, use_confidence=True, val_path="", demonstrations_path="",
-        **keys)) for number, keys in
-        dict(a={}, b=dict(train_path=f"{tmp_path}/a.CSV", fields="lead>margin")).items()]
-    assert any("margin" in row for row in world.rows["pairs_train"])
-    assert_same_run(*outs, models=["reward_model"])
+        table.writerows(pairs)
+    assert {len(row) for row in pairs} == {3, 5}
+    assert [{name: x for name, x in row.items() if x is not None}
+            for row in read_rows(f"{tmp_path}/pairs.csv", dict)] == pairs
 
 
 def test_parquet(tmp_path):
@@ -75,27 +70,24 @@ def test_data_sets_in_the_layout_of_the_hub(tmp_path):
             prompts(spec)
 
 
+def empty_files(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
 @pytest.mark.parametrize("held_out, names", [
-    (1, "data.jsonl val.jsonl"), (1, "data.jsonl eval.json"), (1, "math.csv math_test.csv"),
-    (1, "a.jsonl a_val.jsonl"), (1, "x.jsonl x-DEV2.jsonl"), (1, "data.jsonl data.valid.jsonl"),
-    (1, "all.jsonl evaluation/all2.jsonl"), (1, "part1.jsonl held-out.jsonl"),
-    (1, "p.jsonl p_held_out.jsonl.gz"), (1, "p.jsonl holdout01.jsonl"), (1, "q.csv myTest.csv"),
-    (1, "Train.jsonl Validation.jsonl"), (1, "my_train.jsonl my_testing.jsonl"),
-    (1, "train/a.jsonl train/dev.jsonl"), (1, "train-00000.jsonl train-val.jsonl"),
-    (1, "q.jsonl valset.jsonl"), (1, "test.jsonl"), (1, "q.jsonl testdata.jsonl"),
-    (1, "val/q/part.jsonl"), (1, "dev-tools/all.jsonl"), (0, "HumanEval/train.jsonl"),
-    (0, "my-eval/train-0.jsonl my-eval/train-1.jsonl"), (0, "test-cases/train/a.jsonl"),
-    (0, "latest.jsonl contest.jsonl"), (0, "devil.jsonl evaluated.jsonl"), (0, "value.jsonl"),
-    (0, "developers.jsonl attest.csv"), (0, "upheld/output.jsonl"), (0, "my_train.jsonl"),
-    (0, "data-00000-of-00002.csv data-00001-of-00002.csv"), (0, "protest-1.jsonl"),
-    (2, "data.jsonl data.csv"), (2, "data.json data.jsonl.gz"), (2, "train.csv train.jsonl"),
-    (2, "train-00000-of-00001.jsonl train.json"), (2, "Data.jsonl data.json")])
+    (1, "data.jsonl val.jsonl"), (1, "math.csv math_test.csv"), (1, "x.jsonl x-DEV2.jsonl"),
+    (1, "data.jsonl data.valid.jsonl"), (1, "p.jsonl p_held_out.jsonl.gz"),
+    (1, "q.csv myTest.csv"), (1, "Train.jsonl Validation.jsonl"), (1, "test.jsonl"),
+    (1, "train/a.jsonl train/dev.jsonl"), (1, "q.jsonl testdata.jsonl"), (0, "my_train.jsonl"),
+    (0, "my-eval/train-0.jsonl my-eval/train-1.jsonl"), (0, "latest.jsonl contest.jsonl"),
+    (0, "devil.jsonl evaluated.jsonl"), (0, "data-00000-of-00002.csv data-00001-of-00002.csv"),
+    (2, "data.jsonl data.csv"), (2, "train-00000-of-00001.jsonl train.json")])
 def test_a_set_without_splits_has_no_held_out_file(tmp_path, held_out, names):
     """0: all are read. 1: refused with the file that is held out by name. 2: one name twice."""
     names = names.split()
-    for name in names:
-        os.makedirs((tmp_path / name).parent, exist_ok=True)
-        (tmp_path / name).write_text("")
+    empty_files(tmp_path, names)
     if not held_out:
         assert files_in(f"hf:{tmp_path}:train") == [f"{tmp_path}/{name}" for name in sorted(names)]
         return
@@ -109,10 +101,8 @@ def test_a_set_without_splits_has_no_held_out_file(tmp_path, held_out, names):
 
 def test_what_is_asked_for_by_name_is_read(tmp_path):
     """Of train and test beside each other the one that is asked for; a folder that is named."""
-    for name in ("a/train.json", "a/test.json", "a/val.csv", "dev/train.jsonl",
-                 "dev/main_test.json"):
-        os.makedirs((tmp_path / name).parent, exist_ok=True)
-        (tmp_path / name).write_text("")
+    empty_files(tmp_path, ["a/train.json", "a/test.json", "a/val.csv", "dev/train.jsonl",
+                           "dev/main_test.json"])
     for split, name in (("a:train", "a/train.json"), ("a:test", "a/test.json"),
                         ("val", "a/val.csv"), ("dev:train", "dev/train.jsonl")):
         assert files_in(f"hf:{tmp_path}:{split}") == [f"{tmp_path}/{name}"]
@@ -139,26 +129,13 @@ def test_bad_files_name_the_place(tmp_path):
     for name, text, words in (
             ("a.csv", 'prompt,answer\n"1+1",2\n"1+2",3,4\n', "row 2"),
             ("b.csv", 'prompt\n"open\n', "table"), ("c.json", '[{"prompt": ', "not JSON"),
-            ("d.jsonl.gz", "plain", "cannot be read"), ("e.json", '[{"answer": 1}]', "row 1"),
-            ("f.csv", "prompt\n", "empty")):
+            ("d.jsonl.gz", "plain", "cannot be read"), ("e.csv", "prompt\n", "empty")):
         (tmp_path / name).write_text(text)
         with pytest.raises(BadInput, match=words):
             read_rows(f"{tmp_path}/{name}", prompt_row)
     for spec in ("0*a.csv", "x*a.csv,b.csv", "nowhere.csv,b.csv"):
         with pytest.raises(BadInput):
             read_rows(spec, prompt_row)
-
-
-def test_a_run_on_a_mix(world, tmp_path):
-    """Epochs count the rows of all files, as one where they have no weights."""
-    for number, mix in enumerate(("{},0.25*{}", "{},{}")):
-        path = mix.format(world.sft_train, world.sft_val)
-        rows = read_rows(path, prompt_row)
-        assert len(rows) == 12 and (rows.mix is None) == bool(number)
-    assert drawn(rows, 84) == {row["prompt"]: 7 for row in rows}
-    out = well("sft.py", tmp_path, keys_of(world, "sft.py", train_path=path, val_path="",
-                                           epochs=2.0))
-    assert len(read_jsonl(f"{out}/log.jsonl")) == 5 + 1  # 2 * 12 rows, in batches of 5
 
 
 # figures by source
@@ -201,22 +178,18 @@ def test_names_of_sources():
 
 
 @pytest.mark.parametrize("paths, wanted", [
-    ("{}/a.jsonl,{}/b.csv.gz", "a b"),
     ("d/gsm8k/rl_train.jsonl,d/math/rl_train.jsonl", "gsm8k math"),
-    ("hard_val.json,0.5*easy_val.json", "hard easy"), ("m.jsonl,m_hard.jsonl", "m m_hard"),
+    ("hard_val.jsonl,0.5*easy_val.jsonl", "hard easy"), ("m.jsonl,m_hard.jsonl", "m m_hard"),
     ("a.jsonl,a.jsonl", "a a"), ("a.jsonl,a.json", "a.jsonl a.json"),
-    ("hf:o/gsm8k:main:train,hf:o/math:train", "gsm8k_main math"), ("a.json", "")])
+    ("hf:o/gsm8k:main:train,hf:o/math:train", "gsm8k_main math"), ("a.jsonl", "")])
 def test_sources_are_named_by_what_differs_in_their_paths(tmp_path, monkeypatch, paths, wanted):
     monkeypatch.chdir(tmp_path)
-    paths = paths.format(tmp_path, tmp_path)
     for path in paths.split(","):
         path = path.rpartition("*")[2]
         if path.startswith("hf:"):
             path = path[3:].replace(":", "/") + ".jsonl"
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with (gzip.open if path.endswith("gz") else open)(path, "wt") as f:
-            row, listed = '{"prompt": "x"}', path.endswith(".json")
-            f.write("prompt\nx" if "csv" in path else f"[{row}]" if listed else row)
+        write(path, '[{"prompt": "x"}]' if path.endswith(".json") else '{"prompt": "x"}')
     assert [row.get("source", "") for row in read_rows(paths, prompt_row)] == wanted.split(" ")
 
 
@@ -238,8 +211,8 @@ def by_source(record, prefix):
 
 
 @pytest.mark.parametrize("script, more", [
-    ("ppo.py", dict(roles="train=1,generate=1")), ("ppo.py", dict(staleness=1)),
-    ("grpo.py", dict(max_refills=2)), ("grpo.py", dict(environment=True))])
+    ("ppo.py", dict(roles="train=1,generate=1", value_init="policy", reward_path="")),
+    ("grpo.py", dict(max_refills=2))])
 def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
     """
     A mix of two files to train on, where one has answers; one with the field, held out. On two
@@ -252,14 +225,11 @@ def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
     held = [row | dict(source=name) for row, name in zip(
         [*world.rows["rl_val"], rows[0]], ["p", "é f/g", "p", None], strict=True)]
     mine = f"{world.rules}:letters,0.5*{world.rules}:sometimes,{world.rules}:some"
-    if "environment" in more:
-        more = dict(environment=f"{world.rules}:talks", max_new_tokens=12)
     keys = keys_of(
         world, script, prompts_path=f"{train},0.5*{rest}", eval_size=0, save_rollouts=1,
         eval_path=jsonl(tmp_path / "held.jsonl", held), reward_functions=mine, eval_interval=1,
-        keep_best="eval/length/é-f-g", **dict(value_init="policy", reward_path="")
-        if script == "ppo.py" else {}, **more)
-    out = well(script, tmp_path, keys, ranks=1 + bool({"roles", "max_refills"} & {*more}))
+        keep_best="eval/length/é-f-g", **more)
+    out = well(script, tmp_path, keys, ranks=2)
     log = read_jsonl(f"{out}/log.jsonl")
     samples, rollouts = (read_jsonl(f"{out}/{kind}.jsonl") for kind in ("samples", "rollouts"))
     prefix = "trained" if "max_refills" in more else "objective"
@@ -276,4 +246,3 @@ def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
     best = max(record["eval/length/é-f-g"] for record in log)
     about = json.loads((tmp_path / "out/best_policy/run.json").read_text())
     assert about["figures"]["eval/length/é-f-g"] == best
-
