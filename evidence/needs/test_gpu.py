@@ -8,10 +8,8 @@ on a CPU, to test the tests.
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -221,29 +219,6 @@ def test_deterministic_runs_resume_bit_for_bit(world, tmp_path):
     for name in ("again", "parts"):
         weights = [tiny.read_weights(f"{tmp_path}/{run}/out/policy") for run in ("whole", name)]
         assert all(torch.equal(t, weights[1][n]) for n, t in weights[0].items())
-
-
-def test_stopped_and_killed_while_kernels_run(world, tmp_path):
-    """SIGTERM: it saves and ends with 0. SIGKILL: the same command goes on from what was saved."""
-    out, log = tmp_path / "out", tmp_path / "out" / "log.jsonl"
-    keys = keys_of(world, "ppo.py", device_type=DEVICE, dtype="float32", eval_path="",
-                   lr_decay="constant", value_lr_decay="constant", checkpoint_interval=3)
-    for what, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -9)):
-        done, end = len(read_log(out)) if code else 0, time.monotonic() + 90
-        run = subprocess.Popen(
-            command([(tmp_path, "ppo.py", "", keys | dict(max_iters=10**6))]),
-            env=os.environ | VISIBLE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while not log.exists() or log.read_text().count("\n") < done + 4:  # its kernels are running
-            assert time.monotonic() < end and run.poll() is None, "the run has written no log"
-            time.sleep(0.02)
-        run.send_signal(what)
-        _, errors = run.communicate(timeout=60)
-        assert run.returncode == code, errors
-    last = max(int(name[-6:]) for name in os.listdir(out) if re.fullmatch(r"checkpoint-\d+", name))
-    assert last > done - 1
-    ended = finish([(tmp_path, "ppo.py", "", keys | dict(max_iters=last + 2))])
-    assert ended.returncode == 0 and f"checkpoint-{last:06d}" in ended.stdout, ended.stderr
-    assert [r["iteration"] for r in read_log(out)] == list(range(last + 3))
 
 
 HUNGRY = f"""

@@ -1,7 +1,7 @@
 """
 Chats and texts in the tokenizers of models_of_the_world.py: messages become the very ids of
 transformers' apply_chat_template, and of them SFT learns what the assistant says, exactly, or the
-row is refused; text that spells a special token stays text; ends of responses, and stop strings.
+row is refused; text that spells a special token stays text; ends of responses.
 """
 import datetime
 import inspect
@@ -24,7 +24,6 @@ from configurator import read_json, read_keys, run_config_file, write_json
 from errors import BadInput
 from load import load
 from prompts import dialogue, encode_learned
-from options.judging import answers_and_question, template_text
 from options.older_transformers import encode_chat
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
@@ -150,7 +149,6 @@ ODD = {  # a template: whether one answer, and two answers, are learned
     HEAD + TURN + ASK: (True, True),
     HEAD + TURN.replace("<|im_end|>\n", "\n") + ASK: (False, False),  # no end
     "{{ messages | length }}" + HEAD + TURN + ASK: (False, False),  # earlier ids become others
-    HEAD + TURN.replace("m['content']", "m['content'] + m['content']") + ASK: (False, False),
     HEAD + TURN.replace("'<|im_end|>\n'", "('\n' if m['role'] == 'assistant' and not loop.last "
                         "else '<|im_end|>\n')") + ASK: (True, False),  # earlier ones have no end
     HEAD + TURN.replace("<|im_end|>", "<|im_end|><|endoftext|>") + ASK: (True, True)}
@@ -221,22 +219,13 @@ def test_pairs_that_become_the_same_tokens(folders, tmp_path):
 
 
 def test_a_byte_order_mark_is_no_letter_of_a_persons_file(ours, tmp_path):
-    """As some editors on Windows write it: in a template, a judge's, a config, a script, JSON."""
-    def both(name, text):
-        return [tiny.write(tmp_path / f"{n}_{name}", mark + text)
-                for n, mark in enumerate(("", "\ufeff"))]
-
-    plain, marked = (ours("qwen2.5", chat_template=file).hf.chat_template
-                     for file in both("t.jinja", HEAD + TURN + ASK))
-    assert plain == marked == HEAD + TURN + ASK
-    for file in both("judge.txt", "answers: 3 2 1\nIs {response} right?"):
-        read = answers_and_question(template_text(file))
-        assert read == (["3", "2", "1"], "Is {response} right?")
-    script = both("script.py", "seed = 1  # a number [>= 0]\nconfig = configure(globals())\n")
-    for file in both("config.py", "seed = 7\n"):
-        assert run_config_file(file, read_keys(script[1])) == dict(seed=7)
-    assert read_keys(script[0]) == read_keys(script[1]) != {}
-    assert [read_json(file) for file in both("x.json", '{"a": 1}')] == [dict(a=1)] * 2
+    """As some editors on Windows write it: in a template, a config file, JSON."""
+    files = {"t.jinja": HEAD + TURN + ASK, "config.py": "timeout = 7\n", "x.json": '{"a": 1}'}
+    template, config, settings = (
+        tiny.write(tmp_path / name, "\ufeff" + text) for name, text in files.items())
+    assert ours("qwen2.5", chat_template=template).hf.chat_template == HEAD + TURN + ASK
+    assert run_config_file(config, read_keys(f"{tiny.ROOT}/config/keys.py")) == dict(timeout=7)
+    assert read_json(settings) == dict(a=1)
 
 
 def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
@@ -260,14 +249,12 @@ DATES = ["strftime_now('%d %b %Y')", 'strftime_now( format="%Y-%m-%d")',
          "date_string if date_string is defined else strftime_now('%D')"]
 
 
-@pytest.mark.parametrize("dates", [
-    DATES, ["'some' if strftime_now is defined else 'none'"]], ids=["dates", "none"])
-def test_no_template_reads_the_clock(ours, tmp_path, monkeypatch, capsys, dates):
+def test_no_template_reads_the_clock(ours, tmp_path, monkeypatch, capsys):
     """
     Ids are those of transformers on 26 July 2024, or on the day that is typed, whatever day it is,
     and a line says so; what is saved has the publisher's template.
     """
-    template = "".join("{{ " + date + " }}\n" for date in dates) + HEAD + TURN + ASK
+    template = "".join("{{ " + date + " }}\n" for date in DATES) + HEAD + TURN + ASK
     file = tiny.write(tmp_path / "t.jinja", template)
     chat = [user("a"), assistant("b"), user("c")]
     for typed, day in (("", (2024, 7, 26)), ("strftime_now='2031-01-05'", (2031, 1, 5))):
@@ -277,7 +264,7 @@ def test_no_template_reads_the_clock(ours, tmp_path, monkeypatch, capsys, dates)
         clock_of(monkeypatch, 2026, 11, 29, 23, 59, 59, 7)
         capsys.readouterr()
         t = ours("qwen2.5", chat_template=file, template_kwargs=typed)
-        assert ("strftime_now=" in capsys.readouterr().out) == (dates == DATES)
+        assert "strftime_now=" in capsys.readouterr().out
         assert t.encode_prompts([chat]) == [wanted]
     t.save(str(tmp_path / "saved"))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template
@@ -287,12 +274,8 @@ def test_a_clock_that_cannot_be_stopped_is_refused(ours, tmp_path):
     macro = "{% macro day(f) %}{{ strftime_now(f) }}{% endmacro %}" + HEAD + TURN + ASK
     with pytest.raises(BadInput, match="clock"):
         ours("qwen2.5", chat_template=tiny.write(tmp_path / "t.jinja", macro))
-
-
-def test_a_day_that_is_none_is_refused(ours):
-    for odd in ("'today'", "5", "'2025-02-30'", "None"):
-        with pytest.raises(BadInput, match="strftime_now"):
-            ours("qwen2.5", template_kwargs=f"strftime_now={odd}")
+    with pytest.raises(BadInput, match="strftime_now"):
+        ours("qwen2.5", template_kwargs="strftime_now='2025-02-30'")
 
 
 # strings and special tokens
@@ -325,7 +308,7 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
 
 
 @pytest.mark.parametrize("kind, family", [
-    ("GPT2Tokenizer", "llama"), ("LlamaTokenizerFast", "deepseek_v3"), ("Qwen2Tokenizer", "gpt2"),
+    ("GPT2Tokenizer", "llama"), ("LlamaTokenizerFast", "deepseek_v3"),
     ("PreTrainedTokenizerFast", "qwen2")])
 def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
     """As SmolLM2's, whose class has other rules for line breaks and digits."""
@@ -337,24 +320,19 @@ def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
     t = load_tokenizer(str(tmp_path), keys_of_system())
     t.save(tmp_path / "saved")
     again = load_tokenizer(str(tmp_path / "saved"), keys_of_system())
-    for text in ("a\n\n12", "1  2", "e\u0301 ", " A1b\n\n\n", "it\t3.5?", "x 1234", "it's"):
+    for text in ("a\n\n12", "e\u0301 ", " A1b\n\n\n", "it\t3.5?", "x 1234", "it's"):
         ids = backend.encode(text, add_special_tokens=False).ids
         assert t.encode_texts([text]) == again.encode_texts([text]) == [ids], text
         assert t.text_of(ids) == text
 
 
-@pytest.mark.parametrize("legacy", [True, False])
-def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
+def test_blanks_are_added_as_tokenizer_json_says(folders):
     """Here before each piece between special tokens, and to a blank, too; version 5 has others."""
-    others.make_tokenizer(str(tmp_path), "mistral")
-    file = f"{tmp_path}/tokenizer_config.json"
-    write_json(file, read_json(file) | dict(legacy=legacy))
-    hf = load_tokenizer(str(tmp_path), keys_of_system()).hf
-    ids_of = partial(hf.encode, add_special_tokens=False)
-    backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
+    hf = load_tokenizer(folders["mistral"], keys_of_system()).hf
+    backend = Tokenizer.from_file(f"{folders['mistral']}/tokenizer.json")
     for text in ("a</s>a", "a</s>\na", " a", "[INST] a [/INST]a</s>[INST] a"):
-        assert ids_of(text) == backend.encode(text, add_special_tokens=False).ids, text
-    assert ids_of("a</s>a") == [*ids_of("a"), hf.eos_token_id, *ids_of("a")]
+        assert hf.encode(text, add_special_tokens=False) == backend.encode(
+            text, add_special_tokens=False).ids, text
 
 
 @pytest.mark.parametrize("name", others.CHATS)
@@ -377,21 +355,19 @@ def test_older_transformers_write_the_same_ids(name, folders):
 SPELLED = [  # a family, rows of a file; how many of them are counted, and a mark of the first
     ("qwen2.5", [dict(prompt="<|im_start|>user\nhi<|im_end|>"), dict(prompt="a"),
                  dict(prompt="<start_of_turn>user")], 2, "<|im_start|>"),  # also of other families
-    ("mistral", [dict(prompt="a</s>", completion="</s>"), dict(prompt="<s>[INST] hi [/INST]")], 2,
-     "</s>"),
     ("mistral", [dict(prompt="a", chosen="b", rejected="c</s>")], 1, "</s>"),
     ("qwen3", [dict(prompt=[user("a")], completion=[assistant("yes<|im_end|>")])], 1, ""),
     ("qwen3", [dict(prompt="<think>", completion="a <| b |>"), dict(prompt="</s> [INST]")], 0, "")]
 
 
-@pytest.mark.parametrize("name, rows, count, mark", SPELLED)
-def test_special_tokens_in_a_text_are_said(ours, capsys, name, rows, count, mark):
+def test_special_tokens_in_a_text_are_said(ours, capsys):
     """They stay plain text; once a file, with the number of rows; not tokens such as <think>."""
-    fields = ["prompt", *[f for f in ("completion", "chosen", "rejected") if f in rows[0]]]
-    ours(name).say_marks([dict.fromkeys(fields, "") | row for row in rows], fields, "my.jsonl")
-    said = capsys.readouterr().out
-    assert mark in said
-    assert f"my.jsonl: {count} of {len(rows)} rows" in said if count else not said
+    for name, rows, count, mark in SPELLED:
+        fields = ["prompt", *[f for f in ("completion", "chosen", "rejected") if f in rows[0]]]
+        ours(name).say_marks([dict.fromkeys(fields, "") | row for row in rows], fields, "my.jsonl")
+        said = capsys.readouterr().out
+        assert mark in said
+        assert f"my.jsonl: {count} of {len(rows)} rows" in said if count else not said
 
 
 def test_strings_for_a_model_with_a_template(ours, capsys):
@@ -404,18 +380,14 @@ def test_strings_for_a_model_with_a_template(ours, capsys):
         chats.check_kinds(rows, "my.jsonl")
         said = capsys.readouterr().out
         assert words in said and bool(said) == bool(words)
-    chats.system_prompt = ""
-    chats.check_kinds([led, chat], "my.jsonl")
-    assert not capsys.readouterr().out
     for rows in ([chat, chat, dict(prompt="a")], [dict(prompt="a"), led]):
         with pytest.raises(BadInput, match=r"my.jsonl: .*row [13] .*row [12]"):
             chats.check_kinds(rows, "my.jsonl")
 
 
-AS_TEXT = ['[{"role": "user", "content": "a"}]', "  [ {'content' :'a'}]", '{"role": "user"}',
-           '"[{\\"role\\": \\"user\\"}]"', '[{"from": "human"}]', "[\n  {\n    'role': 'user'"]
-NO_MESSAGES = ["[1, 2]", '{"content": "a"} in French?', '[{"id": 1, "role": 2}]',
-               "a [{'role': 'user'}]", "[{"]
+AS_TEXT = ['[{"role": "user", "content": "a"}]', "  [ {'content' :'a'}]", '[{"from": "human"}]',
+           "[\n  {\n    'role': 'user'"]
+NO_MESSAGES = ["[1, 2]", '{"content": "a"} in French?', "a [{'role': 'user'}]", "[{"]
 
 
 def test_messages_written_as_text_are_refused():
@@ -450,24 +422,6 @@ def test_all_ends_of_a_saved_policy(folders, tmp_path, name):
     text = "caf\u00e9 it's <b> \U0001f600 two  blanks \n"
     assert theirs(text)["input_ids"] == AutoTokenizer.from_pretrained(
         folders[name])(text)["input_ids"]
-
-
-PAD = others.END  # of qwen3, whose end is <|im_end|>
-STOPS = [  # stop strings, tokens of a response, how many of them are sampled, their text
-    (PAD, ["a", PAD, "b"], 2, "a" + PAD), (PAD, [*PAD, "b"], 13, PAD),
-    ("xy", ["a", PAD, "b"], 3, "ab"), (["#", PAD], ["a", "#", PAD], 2, "a#"),
-    ("abc", ["a", PAD, PAD, PAD, PAD, PAD, "b", "c", "d"], 8, "abc")]  # padding is no text
-
-
-def test_stop_strings_and_the_padding(ours):
-    for stops, tokens, sampled, text in STOPS:
-        t = ours("qwen3", stop_strings=repr(stops) if isinstance(stops, list) else stops)
-        ids = t.hf.convert_tokens_to_ids(tokens)
-        t.eos_ids = {t.eos_id}  # generation_config.json may name others
-        assert t.pad_id == t.vocabulary[PAD] != t.eos_id
-        ended = [n for n in range(1, len(ids) + 1) if t.has_stop(ids[:n])]
-        assert min(ended, default=len(ids)) == sampled
-        assert t.decode_response(ids[:sampled]) == text
 
 
 def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):

@@ -21,16 +21,11 @@ sys.path.insert(0, f"{ROOT}/course")
 clinic = importlib.import_module("clinic")  # it has the toy, and some of the faults
 GRPO, PPO = (keys | dict(reward_functions="accuracy") for keys in (clinic.GRPO, clinic.PPO))
 REWARDS = """
-import random
-
 def longer(batch):
     return [len(text) / 10 for text in batch["completions"]]
 
 def same(batch):
     return [1.0 for text in batch["completions"]]
-
-def nothing(batch):  # a number that has nothing to do with the text
-    return [random.Random(text + str(i)).random() for i, text in enumerate(batch["completions"])]
 
 def two(batch):  # one answer for all prompts
     return [float(text == "2") for text in batch["completions"]]
@@ -48,23 +43,17 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
     "nothing wrong, PPO": (PPO, None),
     "nothing wrong, GRPO": (GRPO | dict(max_iters=4), None),
     "a learning rate 100 times too large": (GRPO | dict(learning_rate=0.3), None),
-    "a learning rate 1,000 times too small": (PPO | dict(learning_rate=3e-6), None),
     "a reward that is always 1": (GRPO | dict(reward_functions="mine.py:same"), None),
     "a reward of length, `kl_coef` = 1e-9": (
         PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=5), None),
-    "a reward that does not read the text": (
-        GRPO | dict(reward_functions="mine.py:nothing"), None),
     "a reward for one answer to all prompts": (
         GRPO | dict(reward_functions="mine.py:two", learning_rate=1e-2, kl_coef=1e-9), None),
     "`kl_coef` = 100": (PPO | dict(kl_coef=100.0), None),
     "a penalty of the wrong sign, `kl_coef` = 0.3": (PPO | dict(kl_coef=0.3, max_iters=4), (
         "ppo.py", "rewards = -kl_coef * kl", "rewards = kl_coef * kl")),
     "`value_learning_rate` = 1e-9": (PPO | dict(value_learning_rate=1e-9), None),
-    "`cliprange` = 0.002": (PPO | dict(cliprange=0.002), None),
     "old log-probs of now": (GRPO, (
         "grpo.py", 'logprobs, mb["old_logprobs"], mb', "logprobs, logprobs.detach(), mb")),
-    "a mask without the EOS": (GRPO | dict(max_iters=1), (
-        "batches.py", "sampled = t < lengths", "sampled = t < (lengths - finished.long())")),
     "gradients that are never set to 0": (PPO, (
         "ppo.py", "parallel.zero_gradients(gradients)", "pass")),
     "`min` in the place of `max`, PPO of six passes": (PPO | dict(ppo_epochs=6, max_iters=2), (
@@ -75,9 +64,6 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
             "batch = sample_batch(  # COLLECTIVE\n        ref_policy")),
     "scores in the order of the lengths, not of the texts": (
         GRPO | dict(reward_functions="mine.py:other_rows"), None),
-    "a sampler of another temperature, bfloat16": (GRPO | dict(
-        dtype="bfloat16", max_iters=1), (
-        "rollout.py", "(logits, temperature, tok", "(logits, 0.7 * temperature, tok")),
 }
 
 BREAK = ["a learning rate 100 times too large"]  # the run itself says it
@@ -172,8 +158,7 @@ def test_lines_fit_and_samples_are_questions_with_their_answers():
     (16.7, 44, 0.13, 0.96, 1.0, False),  # reward hacking, of README
     (1.3, 2, 0.1, 1.0, 0.99, False),  # one word that it is sure of now
     (400, 8000, 0.001, 0.2, 0.9, False),  # long thoughts that are cut off
-    (0, 48, 0, 0.0, 0.0, False), (0, 0, 0, 0.0, 1.0, False), (None, 48, 0.01, 0.2, 0.8, False),
-    (100, 48, 0, 0.0, 0.0, True)])
+    (None, 48, 0.01, 0.2, 0.8, False), (100, 48, 0, 0.0, 0.0, True)])
 def test_when_a_policy_is_broken(kl, length, moved, ends, first, broken):
     record = {"objective/kl": kl, "objective/length": length, "policy/approx_kl": moved,
               "objective/finished": ends}
@@ -189,22 +174,18 @@ def test_when_a_policy_is_broken(kl, length, moved, ends, first, broken):
     (dict(finished=0.5, flat_groups=0.5, scored=0.5), [], []),
     (dict(finished=1.0, flat_groups=0.9, accuracy=0.01, scores=0.01), ["flat"], [
         "90%", "too hard"]),
-    (dict(finished=1.0, flat_groups=0.75, accuracy=0.9, scores=0.9), ["flat"], ["75%", "too easy"]),
     ({"finished": 1.0, "flat_groups": 1.0, "accuracy": 1.0, "scores": 1.1, "reward/accuracy": 1.0},
      ["flat"], ["100%", "too easy"]),
-    # what the record does not show is not said: the scores are another reward's, the held-out
-    # answers are wrong, or half of the flat groups may be of each kind
+    # what the record does not show is not said: the scores are another reward's, or half of the
+    # flat groups may be of each kind
     (dict(finished=1.0, flat_groups=1.0, accuracy=1.0, scores=0.3, score_std=0), ["flat"], [
         "all scores of the batch are equal"]),
-    ({"finished": 1.0, "flat_groups": 1.0, "accuracy": 1.0, "scores": 1.0, "../eval/accuracy": 0.0},
-     ["flat"], ["100%"]),
     (dict(finished=1.0, flat_groups=0.9, accuracy=0.55, scores=0.55), ["flat"], ["90%"]),
     (dict(finished=1.0, flat_groups=1.0, scored=0.0, accuracy=1.0), ["unscored"], ["100%"]),
     (dict(finished=1.0, flat_groups=1.0), ["flat"], ["100%", "diagnosis.md"]),
     (dict(finished=0.25, scored=0.0), ["cut", "unscored"], ["100% of the responses have no"])])
 def test_what_most_of_a_batch_is_lost_to(figures, named, words):
-    record = {f"objective/{name}".replace("objective/../", ""): x for name, x in figures.items()}
-    found = what_is_lost(record)
+    found = what_is_lost({f"objective/{name}": x for name, x in figures.items()})
     said = " ".join(line for _, line in found.values())
     assert [*found] == named and all(word in said for word in words)
     assert ("too " in said) == any("too " in word for word in words)
@@ -220,7 +201,6 @@ TAUGHT = dict(advantages=torch.ones(2, 3), response_mask=torch.ones(2, 3, dtype=
     ({"policy/steps": 0}, {}, {}, False),  # nothing was to be learned
     ({"policy/clipfrac": 0.3}, {}, {}, False),  # the clip may have taken it away
     ({}, dict(advantages=torch.zeros(2, 3)), {}, False),
-    ({}, dict(response_mask=torch.zeros(2, 3, dtype=torch.bool)), {}, False),
     ({}, dict(counted=torch.zeros(2, 3, dtype=torch.bool)), {}, False),
     ({}, {}, {"run/clean_steps": -1}, False)])  # an overflow of float16
 def test_a_policy_without_a_gradient(capsys, figures, columns, state, said):

@@ -11,8 +11,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import models_of_the_world as others
-from configurator import read_json, write_json
-from errors import BadInput
 from load import load, load_reward_model
 from rewards import score_sequences
 from test_model import CPU
@@ -170,14 +168,11 @@ def test_a_reward_model_reads_as_it_was_trained(tmp_path, lora):
             assert (our_scores(model, CHATS) - wanted).abs().max() < 1e-4 < 0.01 < wanted.std()
 
 
-@pytest.mark.parametrize("keys", KEYS)
-@pytest.mark.parametrize("family", ["qwen2.5", "llama3.2"])
-def test_the_policys_template_is_only_the_policys(tmp_path, family, keys):
+def test_the_policys_template_is_only_the_policys(tmp_path):
     """Of policy, reference and a reward model in training; a foreign one, and a judge, has none."""
-    folder = others.make(tmp_path / "policy", family)
-    if "chat_template" in keys:
-        keys = dict(chat_template=write(tmp_path / "t.jinja", keys["chat_template"]))
-    plain, keyed = keys_of_system(), keys_of_system(**keys)
+    folder = others.make(tmp_path / "policy", "qwen2.5")
+    file = write(tmp_path / "t.jinja", KEYS[2]["chat_template"])
+    plain, keyed = keys_of_system(), keys_of_system(**KEYS[0], chat_template=file)
     chat = [user("a"), assistant("b")]
     own, run_s = (load_tokenizer(folder, s).encode_prompts([chat[:1]]) for s in (plain, keyed))
     for name, head, trained, which in (
@@ -186,20 +181,4 @@ def test_the_policys_template_is_only_the_policys(tmp_path, family, keys):
             ("reward", "scalar", False, own), ("judge", "lm", False, own)):
         model = load(folder, name, keyed, CPU, head, trained)
         assert model.tokenizer.encode_prompts([chat[:1]]) == which, (name, trained)
-    assert (own != run_s) == ("enable_thinking" not in str(keys))
-
-
-def test_foreign_keys_in_a_config_are_texts(tmp_path):
-    """They are read only beside score_shift, which rm.py has written."""
-    folder = others.make(tmp_path / "policy", "qwen2.5")
-    settings = read_json(f"{folder}/config.json")
-    for more, wanted in ((dict(system_prompt=5), ""),
-                         (dict(system_prompt="S", score_shift=0.0), "S"),
-                         (dict(system_prompt=5, score_shift=0.0), None),
-                         (dict(template_kwargs="f(", score_shift=0.0), None)):
-        write_json(f"{folder}/config.json", settings | more)
-        if wanted is None:
-            with pytest.raises(BadInput, match="template_kwargs"):
-                load_tokenizer(folder, None)
-        else:
-            assert load_tokenizer(folder, None).chats.system_prompt == wanted
+    assert own != run_s

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from grading.answers import accuracy, final_answer, say_unknown_marks, thinks, whole_responses
-from grading.expressions import math_answer
 from grading.forms import format
 from grading.programs import extract_code
 
@@ -74,22 +73,10 @@ def test_a_family(family):
     assert final_answer(f"{DRAFT}{last}5{end}") == "5"  # the prompt that opened them is not known
 
 
-def test_the_reward_math_reads_no_thoughts():
-    """Which the prompt has begun. All families in one batch: its processes start once."""
-    texts = [text for _, last, end in FAMILIES.values()
-             for text in (f"{DRAFT}{last}5{end}", f"5{last}7{end}", "5")]
-    begun = [f"[user] ?[assistant]\n{first}" for first, *_ in FAMILIES.values() for _ in range(3)]
-    assert math_answer(batch_of(texts, begun)) == [1, 0, 0] * len(FAMILIES)
-
-
-def test_what_the_prompt_has_begun():
-    """Only at its end; a message of the assistant is the response's beginning."""
+def test_what_a_message_of_the_assistant_has_begun():
+    """It is the response's beginning. (What a prompt has begun: tests/test_rewards.py.)"""
     for first, last, _ in FAMILIES.values():
-        for prompt in (f"write {first.strip()} first", f"{first}{last}", f"{first}\n5?", last):
-            assert whole_responses(batch_of(["5"], [prompt])) == ["5"]
-        mark = first.strip()
-        assert whole_responses(batch_of(["5"], [f"a\n{mark} \n"])) == [f"{mark}5"]
-        for begun in (f"{first}a", f"well {mark}"):
+        for begun in (f"{first}a", f"well {first.strip()}"):
             row = dict(prompt=[dict(role="assistant", content=begun)])
             batch = dict(batch_of([f"{last}5"], [f"[user]?[assistant]{begun}"]), rows=[row])
             assert whole_responses(batch) == [f"{begun}{last}5"]

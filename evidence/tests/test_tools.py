@@ -16,10 +16,16 @@ ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
 
 def test_bench_prints_one_page(tmp_path):
+    """The machine's speeds are given: to measure them takes long."""
+    def before(rank):
+        from tools import work
+
+        work.products, work.bandwidth = lambda *_: 1e12, lambda *_: 1e10
+
     keys = dict(d_model=32, n_layer=1, n_head=2, n_kv_head=1, d_ff=48, vocab_size=64, batch_size=4,
                 prompt_length=6, max_new_tokens=5, repeats=1, micro_batch_size=2, device_type="cpu",
                 work="sampling,update")
-    result = Started("evidence/bench.py", typed(keys), str(tmp_path)).wait()
+    result = Started("evidence/bench.py", typed(keys), str(tmp_path), before=before).wait()
     took = r"[\d.]+ s \(\d+%\)"
     for line in (rf"^  quartet: {took}, \d+ tokens/s, [\d.]+ ms a step",
                  rf"^  transformers: {took}", rf"^  update: {took}, [\d.]+ TFLOP/s$"):
@@ -121,7 +127,11 @@ def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):
 
 
 def noting(folder, after="", ranks="1"):
-    """A python that only notes what it is asked to run, in the file `said`; and the environment."""
+    """
+    A copy of runs/, and a python that only notes what it is asked to run, in the file `said`. The
+    environment of a script.
+    """
+    shutil.copytree(f"{ROOT}/runs", folder / "runs")
     python = folder / "python"
     python.write_text(f'#!/bin/bash\nprintf "%q " "$@" >> said; echo >> said\n{after}')
     python.chmod(0o755)
@@ -133,8 +143,9 @@ def hears_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def bash(folder, *command, env):
-    return subprocess.run(["bash", *command], cwd=folder, env=env, capture_output=True, text=True)
+def bash(folder, *command, env, **how):
+    return subprocess.run(["bash", *command], cwd=folder, env=env, capture_output=True, text=True,
+                          **how)
 
 
 @pytest.mark.parametrize("script, steps", [
@@ -142,7 +153,6 @@ def bash(folder, *command, env):
     ("judge.sh 1 labels", 6), ("judge.sh 1 reward", 4), ("vllm.sh 1", 5)])
 def test_each_step_of_a_script_is_a_command_that_there_is(tmp_path, script, steps):
     """Its script is in the repository, and has its keys."""
-    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
     for name, text in (("out/arithmetic_sft/config.json", '{"seed": 1}'), ("bwrap", ""),
                        ("data/arithmetic/noisy_train.jsonl", "")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +183,6 @@ def test_each_step_of_a_script_is_a_command_that_there_is(tmp_path, script, step
 
 def test_quickstart_deletes_what_the_readme_says(tmp_path):
     """And a wrong seed deletes nothing."""
-    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
     for of in ("sft", "rm", "ppo", "grpo"):
         (tmp_path / "out" / f"arithmetic_{of}").mkdir(parents=True)
     env = noting(tmp_path)
@@ -186,7 +195,6 @@ def test_quickstart_deletes_what_the_readme_says(tmp_path):
 @pytest.mark.parametrize("meets", [True, False])
 def test_the_number_of_ranks_is_kept(tmp_path, meets):
     """By a run that goes on; by another seed it is typed, or found. And ranks that do not meet."""
-    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
     env = noting(tmp_path, "" if meets else '[[ "$*" != "runs/ranks.py "? ]]')
     (tmp_path / "out").mkdir()
 
@@ -226,14 +234,12 @@ if [ -n "${made-}" ]; then mkdir "out/arithmetic_${1%.py}/$made"; fi
 @pytest.mark.parametrize("stopped", [1, 6])
 def test_quickstart_goes_on_after_ctrl_c(tmp_path, stopped):
     """What has ended is not repeated, the rest is; then, or with another seed, it begins anew."""
-    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
     env = noting(tmp_path, STEPS)
 
     def quickstart(seed, stop=0):
         """The steps of one call, in short: "sft.py sample.py"."""
-        result = subprocess.run(
-            ["bash", "runs/quickstart.sh", str(seed)], cwd=tmp_path, env=env | {"STOP": str(stop)},
-            capture_output=True, text=True, start_new_session=True, preexec_fn=hears_ctrl_c)
+        result = bash(tmp_path, "runs/quickstart.sh", str(seed), env=env | {"STOP": str(stop)},
+                      start_new_session=True, preexec_fn=hears_ctrl_c)
         assert result.returncode == (130 if stop else 0), result
         said = (tmp_path / "said").read_text()
         (tmp_path / "said").unlink()

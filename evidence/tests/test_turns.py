@@ -133,7 +133,7 @@ REWRITES = CHATML.replace("TEXT", "m.content + ('' if loop.last else ' ')")
 KEPT = [  # family, template, template_kwargs, who answers, why it is refused
     ("chatml", "", "", "user tool", ""), ("qwen3.5", "", "", "user tool", ""),
     ("qwen3.5", "", "enable_thinking=False", "user", ""), ("harmony", "", "", "user tool", ""),
-    ("chatml", PLAIN, "", "user tool", ""), ("chatml", NO_TOOL, "", "tool", "refuses the messages"),
+    ("chatml", NO_TOOL, "", "tool", "refuses the messages"),
     ("chatml", ENDLESS, "", "user", "no end behind an assistant's message"),
     ("chatml", FORGETS, "", "user", "drops the thoughts of earlier turns.*templates/chatml.jinja"),
     ("chatml", REWRITES, "", "user", "in another way when another")]
@@ -285,15 +285,13 @@ def said(tools, *texts):
 ERROR = "error: "
 ANSWERS = {  # family: {a turn: the answer; of a call that cannot be read ERROR and a part of it}
     "chatml": {
-        "no call": None, call("multiply", a=37, b=46): "1702", call("slow", seconds=0): "slept",
+        "no call": None, call("multiply", a=37, b=46): "1702",
         call("multiply", a=3) + "\n" + call("table"): '6\n{"Z\u00fcrich": [1, null]}',
         call("table", n=1): "\u00e9!", call("table", n=2): "null", call("table", n=3): "?",
         call("table", n=4): "x" * 10_000, call("divide", a=1): ERROR + "no tool 'divide', only mul",
         "<tool_call>multiply(2)</tool_call>": ERROR, '<tool_call>{"name": "mul': ERROR,
         "<tool_call>[1]</tool_call>": ERROR, '<tool_call>{"arguments": {}}</tool_call>': ERROR,
         '<tool_call>{"name": "multiply", "arguments": 3}</tool_call>': ERROR + "no JSON object",
-        '<tool_call>{"name": {}, "arguments": {}}</tool_call>': ERROR + "there is no tool",
-        "<tool_call>" + "[" * 10**5 + "</tool_call>": ERROR,
         call("multiply", a=1, c=2): ERROR + "TypeError", call("multiply", a="21"): ERROR + "a = "},
     "qwen3.5": {
         "why\n</think>\n\n" + tags("multiply", a=37, b=46): "1702",
@@ -304,7 +302,7 @@ ANSWERS = {  # family: {a turn: the answer; of a call that cannot be read ERROR 
         tags("table", n=1) + "\n" + call("multiply", a=3): "\u00e9!\n6",  # JSON is read, too
         tags("divide", a=1): ERROR + "no tool 'divide'",
         "<tool_call>\n<function=multiply>\n<parameter=a>\n3": ERROR + "has no </parameter>",
-        "<tool_call>\n<function=": ERROR, tags("multiply", a="[" * 10**5): ERROR,
+        tags("multiply", a="[" * 10**5): ERROR,
         tags("multiply", a="__import__('os').system('touch HERE')"): ERROR + "integer"},
     "harmony": {
         message_to("multiply", '{"a": 37, "b": 46}'): "1702",
@@ -312,8 +310,7 @@ ANSWERS = {  # family: {a turn: the answer; of a call that cannot be read ERROR 
         "<|channel|>analysis<|message|>to=functions.table<|end|><|start|>assistant"
         "<|channel|>final<|message|>4": None, call("multiply", a=3): None,
         message_to("divide", "{}"): ERROR + "no tool 'divide'",
-        message_to("multiply", '{"a": 3'): ERROR, message_to("multiply", "3"): ERROR,
-        "<|channel|>commentary to=python code": ERROR, message_to("<|start|>x to=a", "{}"): ERROR}}
+        message_to("multiply", '{"a": 3'): ERROR, "<|channel|>commentary to=python code": ERROR}}
 
 
 @knows_lists
@@ -340,10 +337,9 @@ def test_a_tool_that_hangs_or_dies_costs_its_own_answer(tools_of):
 
 DRAFTS = {  # a digit is a call of multiply: the calls that are made
     "<think>\nI could call 3\n</think>\n\n7": "7", "I could call 3\n</think>\n\n7": "7",
-    "<think>3": "", "<think>3 <think> 4 </think>7": "7", "<think>3</think>4</think>7": "7",
-    "<think>3</think>7<think>4</think>\n8": "78", "<think><tool_call></think>7": "7",
-    "I use <tool_call> here.\n</think>\n\n7": "7", "[THINK]3[/THINK]7": "7", "[THINK]3": "",
-    "3\n4": "34"}
+    "<think>3": "", "<think>3</think>7<think>4</think>\n8": "78",
+    "<think><tool_call></think>7": "7", "I use <tool_call> here.\n</think>\n\n7": "7",
+    "[THINK]3[/THINK]7": "7", "[THINK]3": "", "3\n4": "34"}
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3.5"])
@@ -359,9 +355,8 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
 
 MARKED = [  # values of one parameter, as a policy may write them
     "a </parameter> b", "a</tool_call>b<tool_call>", "</function>\n</tool_call>",
-    "<parameter=flag>", "</parameter>\n<parameter=x>\n1", "<think>a</think>", "<function=show>",
-    "}", "\\", '"', "<|message|>", "<|end|> to=functions.x", tags("show", text="a"),
-    call("show", text="a"), "", "\n", " a ", "None", "\u00fc"]
+    "</parameter>\n<parameter=x>\n1", "<think>a</think>", "\\", '"', "<|end|> to=functions.x",
+    tags("show", text="a"), call("show", text="a"), "", " a ", "None", "\u00fc"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -405,11 +400,10 @@ def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
 TAGGED = "<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}" \
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n" \
     "{% endfor %}</function>"
-READ = ["<tool_call>{{ c | tojson }}</tool_call>", f"<tool_call>\n{TAGGED}</tool_call>",
-        "why <tool_call> {{ c | tojson }}"]
+READ = ["<tool_call>{{ c | tojson }}</tool_call>", f"<tool_call>\n{TAGGED}</tool_call>"]
 NOT_READ = [
     "", '<tool_call>{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}</tool_call>',
-    READ[0] * 2, f"<think>{READ[0]}</think>", "[TOOL_CALLS][{{ c | tojson }}]"]
+    f"<think>{READ[0]}</think>", "[TOOL_CALLS][{{ c | tojson }}]"]
 
 
 @pytest.mark.parametrize("way", READ + NOT_READ)
