@@ -14,7 +14,7 @@ import sys
 import pytest
 from configurator import read_keys
 from packaging.requirements import Requirement
-from tiny import ROOT, in_a_fork, jsonl, keys_of, of_copy, typed, well, write
+from tiny import ROOT, Started, in_a_fork, jsonl, keys_of, of_copy, typed, well, write
 
 PAGES = "ppo.py", "grpo.py", "sft.py", "rm.py"
 
@@ -223,11 +223,11 @@ def test_a_fork_without_options_runs_its_tests(world, tmp_path):
         well(f"{mine}/{page}", tmp_path / page, keys_of(world, page, max_iters=1),
              before=of_copy(mine))
     shutil.copy(f"{ROOT}/options/ema.py", f"{mine}/options")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs",
-         "tests/test_options.py"], cwd=mine, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "1 passed, 1 skipped" in done.stdout and (
-        "options/parts.py; type" in done.stdout), done.stdout[-3000:]
+    program = write(f"{tmp_path}/a.py", "import pytest, sys\nsys.exit(pytest.main(sys.argv[1:]))")
+    argv = ["-q", "-p", "no:cacheprovider", "-rs", "tests/test_options.py"]
+    done = Started(program, argv, mine, before=of_copy(mine)).wait()
+    assert done.codes == [0] and "1 passed, 1 skipped" in done.out[0] and (
+        "options/parts.py; type" in done.out[0]), done
 
 
 def requirements(name):
