@@ -379,15 +379,6 @@ def test_a_copy_that_lacks_a_file_names_it(tmp_path):
     assert errors.translated(other) is other
 
 
-def test_an_out_dir_that_links_to_itself_and_no_world(world, tmp_path):
-    os.symlink("out", tmp_path / "out")
-    result = Started("sft.py", typed(keys_of(world, "sft.py", out_dir="out")), tmp_path).wait()
-    assert_one_line(result, "sft.py", "out/config.json", "symbolic links")
-    result = Started("sft.py", typed(keys_of(world, "sft.py", out_dir="o")), tmp_path,
-                     before=lambda rank: os.environ.update(RANK="", WORLD_SIZE="")).wait()
-    assert result.codes == [0] and "saved o/policy" in result.out[0]
-
-
 def test_without_the_virtual_environment():
     """-S: a Python without installed packages."""
     for script in ("ppo grpo sft rm recipes/dpo tools/eval tools/sample tools/plot tools/memory "
