@@ -70,8 +70,8 @@ def raised(error):
 
 def tensor_of(x):
     """
-    A result as a tensor of float64, or of bool: of a number, an array, a tensor, or a list, tuple
-    or generator of them. Its gradient stays. Raises Wrong where it is none of these.
+    A number, array, tensor, or a list, tuple or generator of them, as a tensor of float64, or of
+    bool. Its gradient stays. Raises Wrong where it is none of these.
     """
     if x is None:
         raise Wrong(" returns nothing: the last line is `return ...`")
@@ -91,9 +91,7 @@ def tensor_of(x):
 
 
 def same(a, b):
-    """
-    Whether two tensors are equal to the rounding of float32. One number may have the shape (1,).
-    """
+    """Whether both are equal to the rounding of float32. One number may have the shape (1,)."""
     if b.dim() == 0 and a.shape == (1,):
         a = a[0]
     return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(
@@ -126,7 +124,7 @@ def relation(results, wanted):
     if len(a) < 2 or not a.isfinite().all() or any(x.shape != y.shape for x, y in pairs):
         return ""
     if (a - a[0]).abs().max() < 1e-9:
-        return f"it is {shown(a[0].item() + 0.0)} whatever is given"
+        return f"it is {round(a[0].item(), 4) + 0.0} whatever is given"
     if words := factor(results, wanted):
         return words
     b = torch.cat([x.flatten() for x in wanted])

@@ -141,10 +141,7 @@ def train(program, keys, folder, out):
 
 
 def patients_of(number, count, faults=1):
-    """
-    The letters of a seed's patients, a str each. At least one has a wrong line, to be mended; and
-    one has two faults, if faults is 2.
-    """
+    """A str of letters for each patient. One at least has a wrong line; one has `faults` faults."""
     drawn = random.Random(number)
     with_line = {letter for letter in FAULTS if FAULTS[letter][-1]}
     while True:

@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM as LM  # noqa: E402
 from transformers import AutoModelForSequenceClassification as Scalar  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from transformers import AutoTokenizer, logging  # noqa: E402
 
 from prompts import permutation  # noqa: E402  a random order, by a seed
 from rollout import choose, response_uniforms  # noqa: E402  the same noise as in ppo.py
@@ -30,6 +30,7 @@ SFT, RM = "out/arithmetic_sft/policy", "out/arithmetic_rm/reward_model"
 B, MAX_NEW, KL_COEF, GAMMA, LAM, CLIP, SEED, ITERATIONS = 256, 48, 1.0, 1.0, 0.95, 0.2, 1, 20
 RATES = 1e-4, 3e-4  # of the policy, of the value model
 
+logging.disable_progress_bar()
 # the four models, the prompts
 policy, reward_model = (kind.from_pretrained(path, dtype=torch.float64).eval()
                         for kind, path in ((LM, SFT), (Scalar, RM)))

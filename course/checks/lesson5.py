@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import torch
 
-from checks import SMALL
+from checks import small
 
 DRAWN = torch.Generator().manual_seed(5)
 
@@ -59,7 +59,6 @@ LARGE = [(torch.tensor([800.0, 0.0, -3.0]).double(), torch.tensor([775.0, 799.0,
 CHECKS = {
     "exact_kl": SimpleNamespace(right=exact, MISTAKES=EXACT,
                                 CASES=[(drawn(n), drawn(n)) for n in (2, 4, 7)],
-                                LARGE=(LARGE, {SMALL: dict(
-                                    log=lambda z: (z.softmax(0) + 1e-8).log())})),
+                                LARGE=(LARGE, small(lambda e, z: (z.softmax(0) + e).log()))),
     "kl_estimates": SimpleNamespace(right=estimates, MISTAKES=ESTIMATES, rows=("k1", "k2", "k3"),
                                     CASES=[(drawn(n) - 2, drawn(n) - 2) for n in (1, 3, 6)])}

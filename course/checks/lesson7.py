@@ -63,8 +63,8 @@ MISTAKES = {
         dict(deviation=lambda g: g.std()),
     "the division is missing": dict(scale=torch.ones_like, eps=0.0),
     "without the 1e-4 a group of equal scores is 0 / 0: NaN": dict(eps=0.0),
-    "1e-4 is wanted beside the deviation or the mean; yours is smaller, such as 1e-8":
-        dict(eps=1e-8),
+    **{f"1e-4 is wanted beside the deviation or the mean; yours is {e:g}": dict(eps=e)
+       for e in (1e-8, 1e-6, 1e-5, 1e-3)},
     "1e-4 stands beside the deviation, and not inside its root":
         dict(add=lambda x, eps: (x**2 + eps).sqrt()),
     "grpo and dr_grpo are exchanged": dict(kinds=swapped("grpo", "dr_grpo")),
