@@ -48,8 +48,12 @@ def divided(c, groups):
     """By the deviation of all advantages of responses that have a score (REINFORCE++, ScaleRL)."""
     find_group_advantages(c, groups)
     known = [r.advantage for r in flat(groups) if r.judged is not None]
-    unit = (statistics.stdev(known) if len(known) > 1 else 0.0) + 1e-4
     seen["no score"] += len(known) < len(flat(groups))
+    divide(groups, known)
+
+
+def divide(groups, known):
+    unit = (statistics.stdev(known) if len(known) > 1 else 0.0) + 1e-4
     for r in flat(groups):
         r.advantage /= unit
 
@@ -426,9 +430,14 @@ def with_weights(c, batch):
         r.counts = [w if 0.5 <= w <= c.importance_cap else 0.0 for w in weights]
         every += r.counts
     seen["left out"] += every.count(0.0)
-    return figures | {
-        "policy/importance": mean(every), "policy/importance_capped": every.count(0) / len(every),
-        "policy/effective_tokens": sum(every)**2 / sum(w * w for w in every) / len(every)}
+    return figures | figures_of_weights(every, 0.0)
+
+
+def figures_of_weights(weights, bound):
+    """bound: the weight of a token that is capped, or left out."""
+    return {"policy/importance": mean(weights),
+            "policy/importance_capped": mean([w == bound for w in weights]),
+            "policy/effective_tokens": sum(weights)**2 / sum(w * w for w in weights) / len(weights)}
 
 
 def with_weights_of_responses(c, batch):
@@ -439,16 +448,7 @@ def with_weights_of_responses(c, batch):
         r.counts = [min(product, c.importance_cap)] * len(r.response)
         every += r.counts
         seen["at the cap" if product > c.importance_cap else "below the cap"] += 1
-    return figures | {
-        "policy/importance": mean(every),
-        "policy/importance_capped": mean([x == c.importance_cap for x in every]),
-        "policy/effective_tokens": sum(every)**2 / sum(w * w for w in every) / len(every)}
-
-
-def divide(groups):
-    unit = statistics.stdev([r.advantage for r in flat(groups)]) + 1e-4
-    for r in flat(groups):
-        r.advantage /= unit
+    return figures | figures_of_weights(every, c.importance_cap)
 
 
 def each_reward_alone(c, groups):
@@ -459,7 +459,7 @@ def each_reward_alone(c, groups):
             x = [r.each[name] for r in group]
             for r in group if not is_flat(x) else ():
                 r.advantage += weight * (r.each[name] - mean(x)) / (statistics.stdev(x) + 1e-4)
-    divide(groups)
+    divide(groups, [r.advantage for r in flat(groups)])
 
 
 def over_the_mean(c, groups):
