@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from configurator import for_model, read_json
+from configurator import for_model, read_json, write_json
 from errors import BadInput, say, shorten
 from load import read_model
 from model import at_least_float32
@@ -141,8 +141,7 @@ class Adapted(OnTrunk):
             target_modules=sorted({".".join(key.split("/")[-2:]) for key in self.adapters}),
             fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in self.hf.base_model.modules()),
             modules_to_save=["score"] if scalar else None)
-        with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as f:
-            json.dump(settings, f, indent=2)
+        write_json(os.path.join(folder, "adapter_config.json"), settings)
         # only one note: the same adapter must have the same bytes, and safetensors writes several
         # in an order that changes from process to process. peft needs none
         notes = {"format": "pt"}
@@ -156,12 +155,12 @@ class Adapted(OnTrunk):
         if scalar:
             tensors["base_model.model.score.weight"] = self.score.weight.detach().cpu() * self.unit
         save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
+        why = "it has MLPs beside experts" if peft_misreads(self) else ""
         if os.path.isfile(os.path.join(self.path, "adapter_config.json")):
-            say(f"{folder}: peft reads other numbers from it, for its base {self.path} is an "
-                "adapter, too; give others the merged model, or train on a merged one")
-        if peft_misreads(self):
-            say(f"{folder}: peft reads other numbers from it (MLPs beside experts); give others "
-                "the merged model, or train with --lora=16:32:q+k+v+o")
+            why = f"its base {self.path} is an adapter, too"
+        if why:
+            say(f"{folder}: peft reads other numbers from it, for {why}; give others the merged "
+                "model")
 
 
 @contextlib.contextmanager
