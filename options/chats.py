@@ -29,7 +29,7 @@ THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
 LONGEST = 10**6  # letters that a template may write beside the messages: tools, and rules
 SECONDS = 60  # that it may need for a short chat
 # how a template asks for today's date. It is a fixed day: Llama 3.2's own where there is no clock
-TODAY = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
+TODAY = re.compile(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1).)*)\1\s*\)""")
 DAY = "2024-07-26"
 
 
@@ -157,7 +157,7 @@ class Chats:
         self.kwargs = {name: x for name, x in kwargs.items() if name != "strftime_now"}
         self.day = kwargs.get("strftime_now", DAY)
         self.template = hf.get_chat_template()
-        if "strftime_now(" in TODAY.sub("", self.template):
+        if re.search(r"strftime_now(?!\s+is\s)", TODAY.sub("", self.template)):
             raise BadInput(f"{path}: its chat template reads the clock by strftime_now, in another "
                            "way than by a format in quotes; type --chat_template=FILE")
         if found := re.search(r"\d{9,}", self.template):  # a width, or a count: gigabytes

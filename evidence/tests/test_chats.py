@@ -244,7 +244,8 @@ def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
 
 
 # how templates write the date: an expression
-DATES = ["strftime_now('%d %b %Y')", 'strftime_now( format="%Y-%m-%d")',
+DATES = ["strftime_now ('%d %b %Y') if strftime_now is defined else 'never'",
+         'strftime_now( format="%Y-%m-%d")',
          "strftime_now('%A, %B %d, %Y, %H:%M:%S %p %j %U %%d%%%%')", "strftime_now('%Y') | int + 1",
          "date_string if date_string is defined else strftime_now('%D')"]
 
@@ -271,9 +272,11 @@ def test_no_template_reads_the_clock(ours, tmp_path, monkeypatch, capsys):
 
 
 def test_a_clock_that_cannot_be_stopped_is_refused(ours, tmp_path):
-    macro = "{% macro day(f) %}{{ strftime_now(f) }}{% endmacro %}" + HEAD + TURN + ASK
-    with pytest.raises(BadInput, match="clock"):
-        ours("qwen2.5", chat_template=tiny.write(tmp_path / "t.jinja", macro))
+    for asks in ("{% macro day(f) %}{{ strftime_now(f) }}{% endmacro %}",
+                 "{% set now = strftime_now %}", "{{ strftime_now ('%d' ~ '%m') }}"):
+        file = tiny.write(tmp_path / "t.jinja", asks + HEAD + TURN + ASK)
+        with pytest.raises(BadInput, match="clock"):
+            ours("qwen2.5", chat_template=file)
     with pytest.raises(BadInput, match="strftime_now"):
         ours("qwen2.5", template_kwargs="strftime_now='2025-02-30'")
 
