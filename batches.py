@@ -30,7 +30,7 @@ float64. The columns, in the order in which an iteration writes them:
     slot              (B,)    int64  rollout.sample_batch     rewards.same_score_for_same_text
     age               (B,)    int64  ahead.rollout            ppo, grpo, run.sampler_gap
     reward/NAME       (B,)    float  rewards.score_batch      rewards.add_scores
-    token_rewards     (B, T)  float  rewards.score_batch      ppo, grpo
+    token_rewards     (B, T)  float  rewards.score_batch      ppo
     accuracy          (B,)    float  rewards.score_batch      metrics.summarize
     thinks            (B,)    float  rewards.score_batch      metrics.summarize
     scores            (B,)    float  rewards.add_scores       ppo, grpo, metrics.summarize
