@@ -5,7 +5,7 @@ with value_init=policy, on a random model with a width of 16, while the policy s
 python evidence/value_unit.py                     # all cases: two minutes on one core
 python evidence/value_unit.py "first 0.02" --cliprange_value=0
 python evidence/value_unit.py --unit=1            # the same with a unit that is 1 for ever
-python evidence/value_unit.py search sums         # whole runs, whose policy learns: half an hour
+python evidence/value_unit.py search sums         # whole runs, whose policy learns
 
 A prompt says its score: those with an a in them score 1, the others 0; and in a case's first
 iterations the scores are others. "n" is the number of an iteration, "i" that of a response. The
@@ -54,8 +54,8 @@ def reward(batch):
 RUNS = {  # name: a config of whole runs, and the keys that differ
     "search": ("search_ppo", dict()),
     "sums": ("smollm2_ppo", dict(
-        policy_path="out/sums_sft/policy", prompts_path="data/sums/rl_train.jsonl", batch_size=32,
-        max_new_tokens=32, ppo_epochs=1, num_minibatches=2, micro_batch_tokens=1024, lora=16,
+        policy_path="out/sums_sft/policy", prompts_path="data/sums/rl_train.jsonl", batch_size=64,
+        max_new_tokens=48, ppo_epochs=1, num_minibatches=4, micro_batch_tokens=1024, lora=16,
         kl_coef=0.01, learning_rate=1e-4, warmup_iters=2, value_learning_rate=1e-3,
         dtype="float32"))}
 KEYS = dict(
