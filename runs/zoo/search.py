@@ -55,6 +55,7 @@ rloo             | GRPO config/rloo.py
 reinforce++      | GRPO --kl_estimator=k2 < recipes/reinforce_pp.diff
 maxrl            | GRPO < recipes/maxrl.diff
 sapo             | GRPO < recipes/sapo.diff
+trees            | GRPO --trunk=24 --branches=2 < recipes/trees.diff
 staleness_1      | GRPO --staleness=1
 staleness_2      | GRPO --staleness=2
 staleness_4      | GRPO --staleness=4
