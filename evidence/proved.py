@@ -195,6 +195,8 @@ FORKS = {
     # recipes that take other keys in a small run; SMALL is the folder of its world
     "trees": ("grpo", ["--group_size=4", "--trunk=2"]), "vapo": ("ppo", ["--lam_alpha=0.5"]),
     "process_supervision": ("grpo", ["--reward_functions=accuracy,SMALL/rules.py:steps"]),
+    "self_distillation": ("grpo", ["--ref_path=SMALL/policy", "--kl_in=reward", "--kl_coef=1",
+                                   "--kl_estimator=k1"]),
     # what no recipe has: a temperature of each iteration, a second frozen model, a loss with a
     # count of its own, a baseline in the page's own words, a number that is kept where it survives
     "heat": ("grpo", [], (None, "    record = {}\n", (

@@ -193,7 +193,7 @@ def see(rooms, path, how, root):
 
     def note_masks(result, batch, *args):
         """Those of a batch, or of micro-batches that are made of it."""
-        masks.extend(x["response_mask"] for x in (result if isinstance(result, list) else [batch]))
+        masks.extend(x["response_mask"] for x in [batch, *(result or [])])
 
     def check_masks(name, *args):
         for x in args:
