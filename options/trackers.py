@@ -51,7 +51,8 @@ def start_trackers(report_to, out_dir, config, iteration):
 def run_id(out_dir, iteration):
     """The run's name in the trackers; a new run in out_dir gets another name."""
     file = os.path.join(out_dir, "report_id.txt")
-    if iteration == 0 or not os.path.isfile(file):
+    # a link or a pipe is not followed, but replaced: it could lead anywhere
+    if iteration == 0 or os.path.islink(file) or not os.path.isfile(file):
         write_text(file, f"{os.path.basename(os.path.abspath(out_dir))}-{os.urandom(4).hex()}")
     with open(file, encoding="utf-8") as f:
         return f.read().strip()

@@ -83,7 +83,7 @@ def read_jsonl(path):
 
 def read_log(out):
     """The records of a log, without what no two runs share."""
-    return [{key: x for key, x in record.items() if not key.startswith(("time/", "mem/"))}
+    return [{key: x for key, x in record.items() if not key.startswith(("time/", "mem/", "run/"))}
             for record in read_jsonl(f"{out}/log.jsonl")]
 
 

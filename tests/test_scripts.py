@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tiny import (ROOT, Started, assert_one_line, assert_same_run, assert_stopped, at, in_a_fork,
-                  keys_of, read_log, run, typed, well, write)
+                  keys_of, read_jsonl, read_log, run, typed, well, write)
 
 SCRIPTS = {"ppo.py": ("policy", "value_model"), "grpo.py": ("policy",), "sft.py": ("policy",),
            "rm.py": ("reward_model",)}
@@ -24,7 +24,7 @@ def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, sc
     assert_stopped(stopped, tmp_path / "cut")
     assert run(script, tmp_path / "cut", keys, before=at(3, signal.SIGKILL)).codes == [-9]
     out = well(script, tmp_path / "cut", keys)
-    first, *others = read_log(out)
+    first, *others = read_jsonl(f"{out}/log.jsonl")
     assert [record["iteration"] for record in others] == [1, 2, 3, 4]
     if os.path.exists(f"{ROOT}/options/cards.py"):  # a fork may lack it
         assert first["run/torch"] == torch.__version__ and first["run/device"]

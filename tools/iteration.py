@@ -157,7 +157,7 @@ def compare_with_log(run, record):
     if not logged:
         return print(f"{file} has no such iteration to compare with")
     compared = {name: (record.get(name), x) for name, x in logged[-1].items()
-                if not name.startswith(("time/", "mem/", "eval/"))}
+                if not name.startswith(("time/", "mem/", "run/", "eval/"))}
     odd = {name: (a, b) for name, (a, b) in compared.items() if not is_same(a, b)}
     if not odd:
         return print(f"all {len(compared)} figures are those of {file}")

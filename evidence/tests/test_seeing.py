@@ -18,6 +18,7 @@ from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, type
 
 from errors import BadInput
 from options.cards import hub_name, not_as_trained
+from options.trackers import run_id
 from tools.runs import read_records, read_samples
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
@@ -187,6 +188,18 @@ def test_trackers_get_the_log_and_go_on_with_the_same_run(world, tmp_path):
                      before=fakes(missing="trackio"))
         assert_one_line(result, "sft.py", word)
         assert not os.path.exists(tmp_path / word / "out")
+
+
+def test_a_link_in_the_place_of_the_name_is_not_followed(tmp_path):
+    """At the start, and when a run resumes: the name is the run's own, the file stays."""
+    mine, file = tmp_path / "mine", tmp_path / "report_id.txt"
+    mine.write_text("x")
+    for iteration in (0, 3):
+        os.symlink(mine, file)
+        name = run_id(str(tmp_path), iteration)
+        assert name.startswith(tmp_path.name) and not file.is_symlink()
+        assert run_id(str(tmp_path), 5) == name and mine.read_text() == "x"
+        file.unlink()
 
 
 # plot.py
