@@ -57,18 +57,17 @@ def once(iteration, action):
 
 
 def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
-    """Other keys on one rank, another field of a held-out row, another module of a rule's."""
+    """Other keys on one rank, another field of a held-out row, another file of a rule."""
     keys = keys_of(world, "grpo.py")
     result = run("grpo.py", tmp_path / "keys", keys, ranks=2,
                  before=lambda rank: sys.argv.extend(["--kl_coef=0.4"] * rank))
     assert_one_line(result, "grpo.py", "on rank 1", "other settings")
     for name, change in (("val.jsonl", lambda text: text.replace("}", ', "level": 1}', 1)),
-                         ("helper.py", lambda text: text + "MORE = 1\n")):
+                         ("rules.py", lambda text: text + "MORE = 1\n")):
         folder = tmp_path / name
         for place in "0", "1":  # the same relative paths on each host
             os.makedirs(folder / place)
-            for file, text in {"val.jsonl": open(world.rl_val).read(), "helper.py": "x = 1\n",
-                               "rules.py": f"import helper\n{RULES}"}.items():
+            for file, text in {"val.jsonl": open(world.rl_val).read(), "rules.py": RULES}.items():
                 write(folder / place / file, change(text) if (file, place) == (name, "1") else text)
         result = run("grpo.py", folder, keys | dict(
             eval_path="val.jsonl", reward_functions="rules.py:letters", out_dir=f"{folder}/out"),
