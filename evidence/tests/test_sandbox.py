@@ -10,6 +10,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -361,6 +362,35 @@ def test_a_sandbox_as_the_host_sees_it():
     deadline = time.monotonic() + 5
     while ours() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def test_an_ordinary_user():
+    """Root's sandbox is another than everyone else's: try that, where the system has a Python."""
+    python = "/usr/bin/python3"
+    version = "import sys; sys.exit(sys.version_info < (3, 11))"
+    if os.geteuid() or not os.path.exists(python) or subprocess.call([python, "-c", version]):
+        pytest.skip("only root can be another user, who needs a Python 3.11 in /usr/bin")
+    code = """
+sandbox.check_sandbox()
+look = b'''import os
+print(os.getresuid(), os.uname().nodename, os.path.exists('/etc'))'''
+for text in look, b"while True: pass":
+    print(sandbox.run_program(text, None, b"", 999, 1, 128, 20)[:2])
+"""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # $TMPDIR may be root's alone
+        os.mkdir(f"{folder}/grading")
+        for file in "errors.py", "grading/sandbox.py":
+            shutil.copy(f"{ROOT}/{file}", f"{folder}/{file}")
+        with open(f"{folder}/torch.py", "w"):
+            pass  # errors.py asks whether there is one; the sandbox needs none
+        os.chmod(folder, 0o755)
+        done = subprocess.run([python, "-B", "-c", CHILD.replace(ROOT, folder) + code],
+                              user=12345, group=12345, extra_groups=[], capture_output=True,
+                              text=True, cwd="/")
+    if done.returncode and "needs namespaces" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.stdout == (
+        "(b'(65534, 65534, 65534) sandbox False\\n', None)\n(b'', 'timeout')\n"), done.stderr
 
 
 def test_bwrap_fails_or_is_missing(tmp_path, monkeypatch):
