@@ -7,7 +7,8 @@ torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py        # 8 GPUs
 
 It is ppo.py without a value model. `diff ppo.py grpo.py` shows all of it:
     - the mean score of a prompt's group_size responses replaces the value model: no GAE, one loss;
-    - all tokens of a response have the same advantage: no reward for each token, no whitening;
+    - all tokens of a response have the same advantage: no reward for each token (where a rule
+      gives some, GRPO compares their sums), no whitening;
     - the KL to the reference is a term of the loss, not of the reward (the key kl_in);
     - each response weighs the same in the loss, not each token (the key aggregation).
 
