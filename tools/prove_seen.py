@@ -176,10 +176,11 @@ def see(rooms, path, how, root):
         if batch := kept.get("batch"):
             from model import response_logprobs
 
+            reference = next((name for name in run.models if name.startswith("ref")), "policy")
             with torch.no_grad():
                 logprobs, ref = (response_logprobs(
                     run.models[name], batch, how["temperature"])[0] for name in (
-                    "policy", "ref_policy" if "drift" in how else "policy"))
+                    "policy", reference if "drift" in how else "policy"))
             write("end", kl=(logprobs - ref).square().mean().item(),
                   score=logprobs[how.get("bump", {}).get("row", 0)].sum().item())
 
