@@ -8,6 +8,7 @@ each made in a copy; and right forks, which it must not accuse. Prints the table
 """
 import glob
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -236,7 +237,8 @@ def copy_of(folder, edits=(), diffs=(), script=""):
                 text = text.replace(old, new)
         with open(f"{folder}/{os.path.basename(path)}", "w", encoding="utf-8") as f:
             f.write(text)
-    for name in ("config", "options", "grading", "data"):
+    shutil.copytree(f"{HERE}/options", f"{folder}/options")  # a diff may change one
+    for name in ("config", "grading", "data"):
         os.symlink(f"{HERE}/{name}", f"{folder}/{name}")
     os.makedirs(f"{folder}/recipes")
     os.symlink(f"{HERE}/recipes/dpo.py", f"{folder}/recipes/dpo.py")
