@@ -102,10 +102,11 @@ THING = re.compile(r"""(?!(?:
     |nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie))(?:s|es)?)\b
     |[a-z]*illion|(?!months|paths)[a-z]*ths?\b))[a-z]{4,}""", re.VERBOSE)
 MIXED = re.compile(r"(?<![\d./^_])(?<!\d,(?=\d{3} ))(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")  # 3 1/2
-# a number in another base: 2516_8, FF_{16}, (101)_{2}; and 0.1\overline{6}, with \bar, too
+# a number in another base: 2516_8, FF_{16}, (101)_{2}; and 0.1\overline{6}, with \bar, \dot, too
 BASED = re.compile(
     r"(?<![\w.\\}])(\()?((?=[A-Fa-f]*\d|[A-F]{2})(?:[\dA-F]+|[\da-f]+))(?(1)\))_\{?(\d\d?)\}?(?!\w)")
-REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{(\d+)\}|(\d))(?!\d)")
+REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))"
+                       r"(?:(\d*)\\dot\s*\{?(\d)\}?)?(?!\d)")
 FUNCTIONS = ("sin cos tan cot sec csc log exp max min gcd lcm mod and left right begin end matrix "
              "pmatrix bmatrix vmatrix cases array").split()
 
@@ -122,9 +123,11 @@ def verdict(given, truth):
     (given, *named), (truth, *wanted) = read(given), read(truth)
     if any("" != one != other != "" for one, other in zip(named, wanted, strict=True)):
         return False
-    given, truth = (BASED.sub(r"\2_\3", x) for x in (given, truth))
-    # for 2516_8 also the digits alone are right
-    if same_answer(given, truth) or same_answer(given, BASED.sub(r"\2", truth)):
+    # for 2516_8 the digits alone are right; else its value counts, 1358
+    if same_answer(given, BASED.sub(r"\2", truth)):
+        return True
+    given, truth = (BASED.sub(value_of, x) for x in (given, truth))
+    if same_answer(given, truth):
         return True
     clash = ("=" in given) != ("=" in truth)  # an equation is no value
     return False if clash or is_sentence(given) or is_sentence(truth) else (given, truth)
@@ -155,6 +158,14 @@ def read(answer):
     return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text), name, unit  # 4 2 is not 42
 
 
+def value_of(number):
+    """The value of a match of BASED: that of FF_{16} -> "255"; of none, as 2516_{2}: "2516_2"."""
+    try:
+        return str(int(number[2], int(number[3]) or 1))
+    except ValueError:  # a digit is too large, or the base is
+        return f"{number[2]}_{number[3]}"
+
+
 def fraction_of(number):
     r"""A match of REPEATING as a fraction: that of 0.1\overline{6} -> \frac{15}{90}."""
     whole, once, *again = (part or "" for part in number.groups())
@@ -166,7 +177,7 @@ def fraction_of(number):
 def is_sentence(text):
     """Whether a text has words in it, or numbers that are none, so that it is no formula."""
     words = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{3,}|\b[ap]m\b|\d(?:th|st|nd|rd)\b", text))
-    # math-verify would drop a base, as in 2516_8, and the 0 of "0 7"
+    # math-verify would drop the base of no number, as in 2516_2, and the 0 of "0 7"
     dropped = re.search(r"\d[)}]*_|(?<![_^\d.])0+ \d", text)
     return not text.isascii() or bool(words.difference(FUNCTIONS) or dropped)
 
