@@ -14,6 +14,7 @@ from typing import NamedTuple
 from errors import BadInput, shorten
 from grading import sandbox
 from grading.answers import behind_thoughts, need_field, whole_responses
+from grading.marks import THOUGHTS
 
 
 def code(batch):
@@ -59,6 +60,15 @@ code.check_rows = check_code  # rewards.py calls it
 PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
                     re.IGNORECASE)
 MARKERS = re.compile(r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*")  # of lists
+# thoughts; or a fenced block that is closed, with no fence in it, whose group `inside` is its text
+THOUGHTS_OR_BLOCK = re.compile("|".join(
+    f"{begin}(?s:.*?)(?:{end}|\\Z)" for begin, end in zip(
+        THOUGHTS[::2], THOUGHTS[1::2], strict=True)) + r"""
+    |(?<![`~])(?P<fence>`{3,}+|~{3,}+)[^\n`~]*\n
+    (?P<inside>(?:(?![^\n]*?(?:```|~~~))[^\n]*\n)*+)[^\S\n]*(?P=fence)[`~]*[^\S\n]*(?=[\n<[◁]|\Z)
+    """.replace("\n    ", ""))
+HIDDEN = str.maketrans("<[◁H", "\udc00\udc01\udc02\udc03")  # how all marks begin; in no text
+SHOWN = {other: letter for letter, other in HIDDEN.items()}
 
 
 def extract_code(completion):
@@ -66,11 +76,13 @@ def extract_code(completion):
     The program in a completion, as text; None if the completion's thinking never ends.
 
     The search begins behind the thoughts. If there is an <answer> there, only the last one is
-    searched. The program is the first of these that exists: the last fenced block with a Python tag
-    (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a tag; the
-    whole text. All its lines lose the indentation of the first line.
+    searched. The marks of both only count outside of blocks: a program may print them. The program
+    is the first of these that exists: the last fenced block with a Python tag (python, py3, pypy3,
+    {.python}, python:f.py, f.py); the last fenced block without a tag; the whole text. All its
+    lines lose the indentation of the first line.
     """
-    text = behind_thoughts(completion.replace("\r\n", "\n").replace("\r", "\n"))
+    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    text = behind_thoughts(THOUGHTS_OR_BLOCK.sub(without_marks, text))
     if text is None:
         return None
     text = re.findall("(?:<answer>|\\A)((?:(?!</?answer>).)*)", text, re.DOTALL)[-1]
@@ -79,7 +91,16 @@ def extract_code(completion):
     lines = blocks.get("python", blocks.get("", lines))
     first = next(filter(str.strip, lines), "")
     indent = first[:len(first) - len(first.lstrip(" \t"))]
-    return "\n".join(line[len(os.path.commonprefix([indent, line])):] for line in lines)
+    program = "\n".join(line[len(os.path.commonprefix([indent, line])):] for line in lines)
+    return program.translate(SHOWN)
+
+
+def without_marks(found):
+    """A match of THOUGHTS_OR_BLOCK, in whose block no mark is found."""
+    if not found["inside"]:
+        return found[0]
+    begin, end = (at - found.start() for at in found.span("inside"))
+    return found[0][:begin] + found["inside"].translate(HIDDEN) + found[0][end:]
 
 
 def fenced_blocks(lines):

@@ -49,8 +49,21 @@ CASES += [
 
 
 HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>"
+TALKS = "print('<think>' + input())\nprint('</think><answer>', '[/THINK]')\nx = '<response>'"
+MARKED = "s = \"\"\"\n<think>\n</answer>\n<|end|>\n\"\"\""
+# marks in a block are text; outside of blocks they count, also on the lines of its fences
+CASES += [(text, program) for program in (TALKS, MARKED) for text in (
+    block(program), f"So:\n{block(program)}\nthat is it", block(program, fence="~~~"),
+    block(program, ""), f"10. ```python\n{program}\n```\n11. that is it",
+    f"<think>a</think>{block(program)}", f"[THINK]\n{block(DRAFT)}\n[/THINK]{block(program)}",
+    HARMONY.format(block(DRAFT)) + block(program) + "<|end|>",
+    f"<answer>{block(program)}</answer>", f"<response>\n{block(program)}\n</response>",
+    f"<think>```python\n</think>\n{block(program)}", f"{block(program, 'cpp')}\n{block(program)}",
+    f"{block(program)}<|END_RESPONSE|>\nthat is it", f"```\n{DRAFT}\n{block(program)}",
+    f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>\n{block(program)}</answer>")]
 CASES += [(text, F) for text in (
-    block(fence="~~~"), f"10. ```python\n{F}\n```\n11. that is it",
+    f"{block(TALKS)}\n</think>\n{block()}", block(fence="~~~"),
+    f"10. ```python\n{F}\n```\n11. that is it",
     f"<think>a</think>{block()}", f"[THINK]\n{block(DRAFT)}\n[/THINK]{block()}",
     HARMONY.format(block(DRAFT)) + block() + "<|end|>",
     f"<answer>{block()}</answer>", f"<response>\n{block()}\n</response>",
