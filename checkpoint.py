@@ -468,7 +468,8 @@ def damage(folder):
     """A checkpoint's damage in a few words; None if all that a resume reads is as it was saved."""
     try:
         present, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
-        manifest = {"config.json": "", "state.json": "", **manifest}  # no run has saved {}
+        read = optional("fork_state.needed")(folder, present) or {}
+        manifest = {"config.json": "", "state.json": "", **read, **manifest}
     except (OSError, ValueError, TypeError, RecursionError) as e:
         return f"a file is damaged, or its manifest.json missing: {e}"
     return next((f"{name} is missing, damaged, or not in manifest.json" for name in manifest

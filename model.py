@@ -21,7 +21,6 @@ b rows, W tokens in the longest row, n tokens that are asked for, V ids, d width
 import contextlib
 import functools
 import inspect
-import os
 
 import torch
 import torch.nn as nn
@@ -147,7 +146,7 @@ class Model(nn.Module):
             hf.generation_config.eos_token_id = sorted(tokenizer.eos_ids)
             hf.generation_config.pad_token_id = tokenizer.pad_id
             # not save_pretrained, which refuses some settings that transformers has read
-            hf.generation_config.to_json_file(os.path.join(folder, "generation_config.json"))
+            hf.generation_config.to_json_file(f"{folder}/generation_config.json")
         hf.config.save_pretrained(folder)
         if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
             optional("older_readers.add_older_names")(folder)
@@ -202,6 +201,8 @@ def scaled_logits(logits, temperature=1.0, tokenizer=None):
     log-probs use this function, so they mean the same distribution. Temperature 0 counts as 1.
     """
     logits = at_least_float32(logits)
+    if getattr(temperature, "ndim", 0):
+        raise TypeError(f"temperature must be one number, not a tensor {tuple(temperature.shape)}")
     if temperature not in (0, 1):
         logits = logits / temperature
     if tokenizer is not None and tokenizer.vocab_size < logits.shape[-1]:

@@ -360,8 +360,7 @@ class Run:
         script that samples nothing, how many it trained on. rows: the data's, for rollouts.jsonl.
         """
         self.enter("log")
-        if self.iteration == self.start:  # each save does it again
-            self.check_state()  # COLLECTIVE
+        self.check_state()  # COLLECTIVE
         evaluated = self.state.pop("run/evaluated", {})  # here, before the run was stopped
         self.record = record = {"iteration": self.iteration} | evaluated | {
             name: x.item() if hasattr(x, "item") else x

@@ -7,6 +7,7 @@ have is refused by name, in run.state, too. When a run resumes: are the tensors 
 import ast
 import contextlib
 import json
+import re
 
 import torch
 
@@ -106,9 +107,21 @@ def refuse(name, what, cause=None):
 
 def written(x):
     """A value as Python writes it. Raises where it would read another one."""
-    if repr(ast.literal_eval(repr(x))) != repr(x):
+    if repr(value_of(repr(x))) != repr(x):
         raise TypeError
     return repr(x)
+
+
+def value_of(text):
+    """The inverse of written."""
+    return ast.literal_eval(NotFinite().visit(ast.parse(text, mode="eval")))
+
+
+class NotFinite(ast.NodeTransformer):
+    """It puts numbers in the place of the names inf and nan, which literal_eval does not know."""
+
+    def visit_Name(self, node):
+        return ast.Constant(float(node.id))
 
 
 def hides(x, names, depth=4):
@@ -129,16 +142,37 @@ def hides(x, names, depth=4):
 def put_back(model, optimizer, saved):
     """The inverse of values_of, for a newly made optimizer."""
     for key, x in saved.get("", [{}])[0].items():
-        setattr(unwrapped(optimizer), key, ast.literal_eval(x))
+        setattr(unwrapped(optimizer), key, value_of(x))
     saved = {model.get_parameter(name): values for name, values in saved.items() if name}
     for group in optimizer.param_groups:
         for p in group["params"][:1]:  # all of a group have the same
-            group |= {key: ast.literal_eval(x) for key, x in saved.get(p, [{}])[0].items()}
+            group |= {key: value_of(x) for key, x in saved.get(p, [{}])[0].items()}
     own = {p for group in unwrapped(optimizer).param_groups for p in group["params"]}
     for p, (_, state) in saved.items():
         if p in own and state:
-            unwrapped(optimizer).state[p].update(
-                (key, ast.literal_eval(x)) for key, x in state.items())
+            unwrapped(optimizer).state[p].update((key, value_of(x)) for key, x in state.items())
+
+
+def needed(folder, present):
+    """
+    {file: ""} of what a resume reads of the files that are present in a checkpoint, or would read
+    if it were there: its manifest has to name them. A model without its optimizer is not whole, nor
+    an optimizer without its model. Raises OSError, ValueError or TypeError for config.json.
+    """
+    config, parts = {**read_json(f"{folder}/config.json")}, {}
+    for file in present:
+        found = re.fullmatch(r"(([^/]+)/model|([^/]+)_optimizer|ema|batches)[.-][^/]*safetensors",
+                             file)
+        if found:
+            parts.setdefault(found[1], []).append(file)
+            if name := found[2] or found[3]:
+                parts.setdefault(f"{name}/model", [])
+                parts.setdefault(f"{name}_optimizer", [])
+    if config.get("ema_decay"):
+        parts.setdefault("ema", [])
+    if config.get("staleness") and config.get("script") in ("ppo.py", "grpo.py"):
+        parts.setdefault("batches", [])  # others have the key, too, without an effect
+    return {file: "" for stem, files in parts.items() for file in files or [f"{stem}.safetensors"]}
 
 
 def restored(folder, name, model, optimizer, tensors):

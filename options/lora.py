@@ -304,7 +304,9 @@ def read_adapter(folder):
         with safe_open(file, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
             notes = json.loads((f.metadata() or {}).get("score_shift", "{}"))
-    except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as e:
+            if not abs(float(notes.get("score_shift", 0.0))) < 1e30:
+                raise ValueError("its score_shift is no finite number")
+    except (OSError, SafetensorError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise BadInput(f"{folder}: not a readable adapter ({e}); save it again") from e
     odd = [key for key, value in settings.items()
            if value and (key not in PLAIN or PLAIN[key] and value not in PLAIN[key])]

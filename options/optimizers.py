@@ -117,13 +117,19 @@ def other_optimizer(model, system, name, lr, betas, eps):
 def of_file(kind, system, name, settings):
     """
     (class, its settings) of FILE.py:CLASS, the user's. It gets those of lr, betas, eps and
-    weight_decay that it takes by name. What it keeps is saved: see options/fork_state.py. On split
-    models (zero_stage 2 and 3) its parameters are DTensors. Raises BadInput.
+    weight_decay that it takes by name, or its base where it hands **settings on. What it keeps is
+    saved: see options/fork_state.py. On split models (zero_stage 2 and 3) its parameters are
+    DTensors. Raises BadInput.
     """
     from options.user_code import load_function
 
     made = load_function(kind, ".", f"optim = {system.optim!r}")
-    taken = inspect.signature(made).parameters
+    taken = set()
+    for maker in getattr(made, "__mro__", [made]):
+        takes = inspect.signature(maker).parameters.values()
+        taken |= {p.name for p in takes}
+        if not any(p.kind == p.VAR_KEYWORD for p in takes):
+            break  # one that takes **settings hands them on to its base
     if system.weight_decay > 0 and "weight_decay" not in taken:
         raise BadInput(f"weight_decay = {system.weight_decay:g}, but {kind} takes none by this "
                        "name; type --weight_decay=0")

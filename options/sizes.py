@@ -25,10 +25,20 @@ def check_sizes(path):
         if part.get("type") == "Replace":
             pattern = part.get("pattern")
             found = pattern.get("String") if isinstance(pattern, dict) else None
-            growth *= max(len(str(part.get("content"))) / len(found or "a"), 1.0)
+            letters = len(str(part.get("content"))) + (not found and fits_between(pattern))
+            growth *= max(letters / len(found or "a"), 1.0)
     if growth > GROWTH:
         raise BadInput(f"{path}: its tokenizer.json replaces letters by texts that are together "
                        f"{growth:,.0f} times as long; give another tokenizer")
+
+
+def fits_between(pattern):
+    """Whether a rule's regular expression may fit between two letters, and so lengthen a text."""
+    try:
+        around = re.search(r"\(\?[=!<]|\\[bBGKyY]", pattern["Regex"])  # it looks at letters around
+        return bool(around or re.search(pattern["Regex"], ""))
+    except (re.error, TypeError, KeyError, OverflowError, RecursionError):  # none that Python knows
+        return True
 
 
 def parts_of(path, file):

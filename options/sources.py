@@ -300,13 +300,14 @@ def files_of_split(files, folder, split, source):
     files = sorted(file for file in files if FILE.fullmatch(file) and file[0] != ".")
     inside = [file for file in files if not folder or file.startswith(f"{folder}/")]
     # a word of the path: `train` is one in data/train-00000.parquet, and none in train_sft.jsonl
-    word = rf"(?:.*[/-])?(?={re.escape(split)}(?:[-_]?\d|[/.-]))"
-    wanted = [file for file in inside if re.match(word, file)]
+    begins = rf"(?={re.escape(split)}(?:[-_]?\d|[/.-]))"
+    wanted = [file for file in inside if re.match(f"(?:.*[/-])?{begins}", file)]
     if split == "train" and not any(re.search("(^|[/-])train", file) for file in inside):
         wanted = inside  # a set without splits
-    # HumanEval/train.jsonl is the train split of a set, train/dev.jsonl is held out
+    # HumanEval/train.jsonl is the train split of a set; train/dev.jsonl and val-train.jsonl are not
     odd = [] if held_out(split) else [
-        file for file in wanted if held_out(re.sub(word, "", file[len(folder or ""):], count=1))]
+        file for file in wanted
+        if held_out(re.sub(f"^(?:.*/)?{begins}", "", file[len(folder or ""):]))]
     fault, clear = "held out by name", [file for file in wanted if file not in odd]
     by_name = {}  # data.jsonl and data.csv.gz, train-00000-of-00001.parquet and train.json
     for file in [] if odd else wanted:

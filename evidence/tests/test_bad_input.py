@@ -276,7 +276,8 @@ def replacing(pattern, content, times=1):
     *(("config.json", each) for each in (
         dict(n_layer=10**6), dict(num_labels=10**9), dict(text_config=dict(n_layer=10**6)))),
     *(("tokenizer.json", each) for each in (
-        replacing(dict(String="a"), "a" * 10**6), replacing(dict(Regex="."), "aa", 40)))])
+        replacing(dict(String="a"), "a" * 10**6), replacing(dict(Regex="."), "aa", 40),
+        replacing(dict(Regex="x*"), "a", 40), replacing(dict(Regex="(?=a)"), "a", 40)))])
 def test_a_folder_that_asks_for_more_than_any_model_has(world, tmp_path, file, changed):
     """transformers would build it for hours: a line says so at once."""
     from load import load
@@ -295,6 +296,9 @@ def test_a_folder_that_asks_for_more_than_any_model_has(world, tmp_path, file, c
     write(sent / file, json.dumps(known | dict(num_labels=1000, vocab_size_per_layer_input=262144)
                                   if file == "config.json" else
                                   known | replacing(dict(String=" "), "\u2581", 40)))
+    load_tokenizer(str(sent), system)
+    write(sent / file, json.dumps(known | (replacing(dict(Regex="\\s+"), " ", 40)
+                                           if file == "tokenizer.json" else {})))
     load_tokenizer(str(sent), system)
 
 

@@ -14,6 +14,7 @@ import torch
 from checkpoint import settings_of
 from errors import BadInput
 from gae import compute_gae
+from model import scaled_logits
 from options.fork_state import checked, put_into_state, values_of
 from run import make_optimizer
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
@@ -28,7 +29,8 @@ class Odd(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters, lr):
-        super().__init__(list(parameters), dict(lr=lr, d=1e-6, kind="a", past=[], pair=(0.5, None)))
+        super().__init__(list(parameters), dict(
+            lr=lr, d=1e-6, kind="a", past=[], pair=(0.5, None), least=0.0))
         self.count, self.table = 0, {}
 
     @torch.no_grad()
@@ -40,6 +42,7 @@ class Odd(torch.optim.Optimizer):
             group["kind"] += "b"
             group["past"].append(group["d"])
             group["pair"] = (group["pair"][0] / 3, None if group["pair"][1] else True)
+            group["least"] = -float("inf") if group["least"] == 0 else float("nan")
             factor = (1 + len(group["kind"]) / 10 + 1e5 * sum(group["past"]) + group["pair"][0]
                       + (group["pair"][1] or 0) + self.count / 7 + self.table["x"])
             for p in group["params"]:
@@ -112,6 +115,13 @@ def test_a_run_goes_on_with_all_that_an_optimizer_keeps(world, tmp_path, kind, r
     assert len({record["loss/sft"] for record in read_log(out)[:-1]}) == 3
 
 
+class Settled(torch.optim.Adam):
+    """It hands its settings on to its base."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, maximize=True, **settings)
+
+
 FILES = {  # a class in a file: other keys, what is said
     "class A:\n    def __init__(self, parameters, lr): pass": ({}, "A has no step"),
     "def A(parameters, lr):\n    return 1": ({}, "int has no step"),
@@ -139,9 +149,10 @@ def test_an_optimizer_that_is_not_there(world, tmp_path, optim):
 
 
 def test_what_an_optimizer_in_a_file_is_given():
-    """What its class takes by name."""
+    """What its class takes by name, and its base where it hands all on."""
     model = torch.nn.Linear(2, 3)
     for name, decay, keys in (
+            ("Settled", 0.1, dict(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, maximize=True)),
             ("Drifting", 0.1, dict(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)),
             ("Odd", 0.0, dict(d=1e-6))):
         system = keys_of_system(optim=f"policy={__file__}:{name}", weight_decay=decay)
@@ -201,7 +212,7 @@ def keeps(make, where="state"):
 
 @pytest.mark.parametrize("where, make", [
     ("state", lambda p: [torch.zeros_like(p)]), ("state", lambda p: deque([1.0])),
-    ("state", lambda p: float("nan")), ("state", lambda p: {"a": torch.ones(2)}),
+    ("state", lambda p: {1.5, 2.5}.union), ("state", lambda p: {"a": torch.ones(2)}),
     ("state", lambda p: Plain([p], 0.1)), ("group", lambda p: torch.full((), p.norm().item())),
     ("itself", lambda p: p.clone()), ("itself", lambda p: [p * 2]),
     ("itself", lambda p: {p: p.clone()}), ("itself", lambda p: torch.Generator()),
@@ -296,12 +307,16 @@ def test_what_json_changes_is_refused_by_name(name, x):
 
 
 def test_the_rank_whose_state_is_wrong_names_it(world, tmp_path):
+    """In the iteration in which it becomes wrong: there is no checkpoint before the last one."""
     def before(rank):
-        remembers(lambda state, _: state.update({"mine": torch.ones(())} if rank else {}))(rank)
+        remembers(lambda state, iteration: state.update(
+            {"mine": torch.ones(())} if rank and iteration == 1 else {}))(rank)
 
-    result = run("ppo.py", tmp_path, keys_of(world, "ppo.py", eval_path="", timeout=20), ranks=2,
-                 before=before)
+    keys = keys_of(world, "ppo.py", eval_path="", timeout=20, max_iters=4, checkpoint_interval=4)
+    result = run("ppo.py", tmp_path, keys, ranks=2, before=before)
     assert 0 not in result.codes and "TypeError: run.state['mine']" in result.err[1], result
+    # rank 0, whose state is right, may have written its record
+    assert [record["iteration"] for record in read_log(tmp_path / "out")] in ([0], [0, 1])
 
 
 def test_a_trained_model_without_an_optimizer_is_named(world, tmp_path):
@@ -437,6 +452,8 @@ def test_a_policy_without_a_gradient_is_said_once(world, tmp_path, script):
 
 
 @pytest.mark.parametrize("name, call", [
+    ("temperature", lambda x: scaled_logits(x, x[0])),
+    ("temperature", lambda x: scaled_logits(x, x[:, :1])),
     ("gamma", lambda x: compute_gae(x, x, x > 0, 1.0, x[:, :1])),
     ("lam", lambda x: compute_gae(x, x, x > 0, 1.0, x[0]))])
 def test_a_tensor_in_the_place_of_a_number_is_named(name, call):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from checkpoint import save_final
@@ -15,10 +16,10 @@ from load import load
 from options.layers import layers_of
 from options.parts import outline
 from model import Model, states_before
-from options.lora import Adapted, load_adapted
+from options.lora import Adapted, load_adapted, read_adapter
 from test_families import BASE, EXPERTS, GPT, HEADS, SIZES, add_vision
 from test_model import CPU, random_model, rows_of_texts, written
-from tiny import keys_of_system
+from tiny import keys_of_system, write
 
 KINDS = {"llama": SIZES, "gpt_neox": SIZES, "qwen3": HEADS | dict(tie_word_embeddings=True),
          "gpt2": GPT}
@@ -102,6 +103,15 @@ def test_the_formula_and_the_files_alone_and_merged_and_by_peft(
     for found in (again, *merged):
         assert (said(found) - want).abs().max() < 1e-4
     assert (said_by_peft(folder, head) + model.score_shift - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("note", ["NaN", "0.5", "x", '{"score_shift": NaN}',
+                                  '{"score_shift": [1]}', '{"score_shift": "x"}', "[" * 10**5])
+def test_an_adapter_whose_shift_is_no_number(tmp_path, note):
+    write(tmp_path / "adapter_config.json", "{}")
+    save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors", dict(score_shift=note))
+    with pytest.raises(BadInput, match=f"{tmp_path}.*readable"):
+        read_adapter(str(tmp_path))
 
 
 @torch.no_grad()

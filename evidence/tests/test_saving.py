@@ -154,6 +154,43 @@ def test_a_manifest_that_no_run_has_written_is_damage(out):
     assert damage(str(file.parent))
 
 
+def test_the_manifest_names_all_that_a_resume_reads(out):
+    """A right manifest does not help where a file is gone; and others do no harm."""
+    folder = out / "checkpoint-000001"
+    whole = ["policy/model.safetensors", "policy_optimizer.safetensors", "ema.safetensors",
+             "value_model/model-00001-of-00002.safetensors", "batches.safetensors",
+             "value_model/model-00002-of-00002.safetensors",
+             "value_model_optimizer-00001-of-00001.safetensors", "config.json", "state.json"]
+    save(out, 1)
+    shutil.rmtree(folder)
+    for name in whole:
+        os.makedirs((folder / name).parent, exist_ok=True)
+        write(folder / name, "x")
+    write(folder / "config.json", json.dumps(dict(ema_decay=0.9, staleness=1, script="grpo.py")))
+
+    def seen(manifest):
+        write(folder / "manifest.json", json.dumps(manifest))
+        return damage(str(folder)) or ""
+
+    good = checkpoint.hashes(folder)
+    assert seen(good) == ""
+    for name in whole:
+        others = {one: x for one, x in good.items() if one != name}
+        assert name in seen(others)
+        if "-of-" not in name:  # of several files the tensors are counted when they are read
+            content = (folder / name).read_bytes()
+            os.remove(folder / name)
+            assert name in seen(good) and name in seen(others)
+            (folder / name).write_bytes(content)
+    for name in ("notes.txt", "policy/mine", "policy/config.json", "x.safetensors"):
+        write(folder / name, "x")
+        assert seen(good) == "", name
+    for name in ("policy/model-2.safetensors", "policy_optimizer.old.safetensors"):
+        write(folder / name, "x")  # a resume would read it
+        assert name in seen(good)
+        os.remove(folder / name)
+
+
 def test_a_link_is_not_written_through(out, tmp_path_factory):
     """As in a folder that somebody has sent. The lines of a log that was a link are kept."""
     mine, text = tmp_path_factory.mktemp("mine"), '{"iteration": 0, "out_dir": ""}\n'
