@@ -232,6 +232,7 @@ def test_what_the_judge_of_leetcode_imports():
     plain = {"fn": "f", "inputs": [[[3, 1, 2]]], "outputs": [6]}  # as in APPS, without the class
     cases = [(source, tests, "pass") for source in SOURCES] + [
         (SOURCES[1], plain, "pass"),
+        (SOURCES[1].replace("Solution", "Codec"), plain | {"fn": "Codec.f"}, "pass"),
         # a plain function gets no imports, and the method is called where there are both
         ("def f(a): return sum(Counter(a))", plain, "error"),
         (f"{SOURCES[0]}\ndef f(a): return 5", plain, "pass")]
