@@ -157,7 +157,8 @@ class Chats:
         self.kwargs = {name: x for name, x in kwargs.items() if name != "strftime_now"}
         self.day = kwargs.get("strftime_now", DAY)
         self.template = hf.get_chat_template()
-        if re.search(r"strftime_now(?!\s+is\s)", TODAY.sub("", self.template)):
+        both = self.template + hf.get_chat_template(tools=[{}])  # with tools it may be another
+        if re.search(r"strftime_now(?!\s+is\s)", TODAY.sub("", both)):
             raise BadInput(f"{path}: its chat template reads the clock by strftime_now, in another "
                            "way than by a format in quotes; type --chat_template=FILE")
         if found := re.search(r"\d{9,}", self.template):  # a width, or a count: gigabytes

@@ -59,11 +59,17 @@ def load_file(path, where):
 
 
 def check_helpers(path, source, where):
-    """Raise BadInput where a file imports a helper with the name of a file or folder of quartet."""
+    """
+    Raise BadInput where a file imports a helper with the name of a file or folder of quartet, or of
+    a module that is there already, such as a helper in another folder: it would get that one.
+    """
     folder = os.path.dirname(path)
     for name in re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE):
-        quartets = any(os.path.exists(f"{ROOT}/{x}") for x in (name, f"{name}.py"))
+        other = getattr(sys.modules.get(name), "__file__", None)
+        if any(os.path.exists(f"{ROOT}/{x}") for x in (name, f"{name}.py")):
+            other = f"{ROOT}/{name}"
         for helper in f"{folder}/{name}.py", f"{folder}/{name}/__init__.py":
-            if quartets and os.path.isfile(helper) and helper != path and folder != ROOT:
-                raise BadInput(f"{where}: {path} imports {name}, and quartet has a {name}, too; "
-                               f"rename {helper}")
+            if other and os.path.isfile(helper) and helper != path and folder != ROOT and (
+                    os.path.realpath(other) != os.path.realpath(helper)):
+                raise BadInput(f"{where}: {path} imports {name}, and there is {other}, too; rename "
+                               f"{helper}")

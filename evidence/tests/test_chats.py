@@ -24,6 +24,7 @@ from configurator import read_json, read_keys, run_config_file, write_json
 from errors import BadInput
 from load import load
 from prompts import dialogue, encode_learned
+from options.chats import chats_of
 from options.older_transformers import encode_chat
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
@@ -279,6 +280,10 @@ def test_a_clock_that_cannot_be_stopped_is_refused(ours, tmp_path):
             ours("qwen2.5", chat_template=file)
     with pytest.raises(BadInput, match="strftime_now"):
         ours("qwen2.5", template_kwargs="strftime_now='2025-02-30'")
+    hf = ours("qwen2.5").hf  # one for chats with tools
+    hf.chat_template = dict(default=HEAD + TURN + ASK, tool_use="{% set now = strftime_now %}")
+    with pytest.raises(BadInput, match="clock"):
+        chats_of(hf, "x", keys_of_system())
 
 
 # strings and special tokens

@@ -57,6 +57,12 @@ def f(batch):
         tiny.write(tmp_path / f"{number}.py", f"if True:\n  {line}\ndef f(batch): pass\n")
         with pytest.raises(BadInput, match="rename .*/prompts.py"):
             reward_terms(f"{number}.py:f", folder=str(tmp_path))
+    # in another folder: it would get the helper of the first one
+    os.mkdir(tmp_path / "other")
+    tiny.write(tmp_path / "other/helper_of_mine.py", "SIZE = 7\n")
+    tiny.write(tmp_path / "other/mine.py", "import helper_of_mine\ndef f(batch): pass\n")
+    with pytest.raises(BadInput, match="rename .*other/helper_of_mine.py"):
+        reward_terms("mine.py:f", folder=str(tmp_path / "other"))
 
 
 def test_tensors_arrays_lists_and_none_are_scores(called):
