@@ -24,7 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import for_model, read_json, write_json
-from errors import BadInput, say, shorten
+from errors import BadInput, optional, say, shorten
 from load import read_model
 from model import at_least_float32
 from options.layers import layers_of
@@ -383,7 +383,9 @@ def lowest_base(folder, unless=""):
 @torch.no_grad()
 def read_merged(folder, head, system, device, seed):
     """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
-    model = read_model(base_of(folder), head, system, device, seed)
+    base = base_of(folder)
+    optional("sizes.check_sizes")(base)  # its tokenizer is not read, where others are checked
+    model = read_model(base, head, system, device, seed)
     has_head = "base_model.model.score.weight" in read_adapter(folder)[1]
     if has_head and head == "lm":
         raise BadInput(f"{folder}: this adapter has a score head: it makes a reward model, not a "

@@ -114,6 +114,15 @@ def test_an_adapter_whose_shift_is_no_number(tmp_path, note):
         read_adapter(str(tmp_path))
 
 
+def test_a_base_that_asks_for_more_than_any_model_has(tmp_path):
+    base = saved(tmp_path / "base", "llama", SIZES)
+    Adapted(loaded(base), "lm", 3, 5).save_adapter(tmp_path / "first_adapter")
+    file = tmp_path / "base/config.json"
+    write(file, json.dumps(json.loads(file.read_text()) | dict(num_hidden_layers=10**6)))
+    with pytest.raises(BadInput, match="num_hidden_layers = 1,000,000"):
+        loaded(tmp_path / "first_adapter")
+
+
 @torch.no_grad()
 def test_an_adapter_upon_an_adapter(tmp_path, capsys):
     """quartet reads it, and peft does not: a line says so."""
