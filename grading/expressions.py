@@ -104,7 +104,8 @@ THING = re.compile(r"""(?!(?:
 MIXED = re.compile(r"(?<![\d./^_])(?<!\d,(?=\d{3} ))(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")  # 3 1/2
 # a number in another base: 2516_8, FF_{16}, (101)_{2}; and 0.1\overline{6}, with \bar, \dot, too
 BASED = re.compile(
-    r"(?<![\w.\\}])(\()?((?=[A-Fa-f]*\d|[A-F]{2})(?:[\dA-F]+|[\da-f]+))(?(1)\))_\{?(\d\d?)\}?(?!\w)")
+    r"(?<![\w.\\}])(\()?((?=[A-Fa-f]*\d|[A-F]{2})(?:[\dA-F]+|[\da-f]+))(?(1)\))"
+    r"_(\{)?(\d\d?)(?(3)\})(?!\w)")
 REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))"
                        r"(?:(\d*)\\dot\s*\{?(\d)\}?)?(?!\d)")
 FUNCTIONS = ("sin cos tan cot sec csc log exp max min gcd lcm mod and left right begin end matrix "
@@ -161,9 +162,9 @@ def read(answer):
 def value_of(number):
     """The value of a match of BASED: that of FF_{16} -> "255"; of none, as 2516_{2}: "2516_2"."""
     try:
-        return str(int(number[2], int(number[3]) or 1))
+        return str(int(number[2], int(number[4]) or 1))
     except ValueError:  # a digit is too large, or the base is
-        return f"{number[2]}_{number[3]}"
+        return f"{number[2]}_{number[4]}"
 
 
 def fraction_of(number):
