@@ -119,13 +119,15 @@ CPU_CLOCK = ("import runpy, sys, time; time.perf_counter = time.process_time; "
              "runpy.run_path(sys.argv[0], run_name='__main__')")
 
 
-def call(folder, *argv, ranks=1):
-    """What a program prints; of a run its log is beside it."""
+def call(folder, number, *argv, ranks=1):
+    """What a program for so many ranks prints; of a run its log is beside it."""
+    # where threads are pinned, the first one of each rank would be pinned to the same core
+    env = {key: x for key, x in os.environ.items() if number == 1 or key != "OMP_PROC_BIND"}
     start = [sys.executable, *(["-c", CPU_CLOCK.format(ROOT)] if clock == "cpu" else [])]
     if ranks > 1:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  f"--nproc_per_node={ranks}"]
-    done = subprocess.run([*start, *argv], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run([*start, *argv], cwd=folder, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-500:]
     return done.stdout
 
@@ -144,14 +146,14 @@ def cpu_rows():
             of = [f"--{key}={value}" for key, value in keys_of(script, folder, dict(
                 max_new_tokens=R, max_iters=4) | keys).items()]
             for i in range(rounds):
-                text = call(folder, f"{ROOT}/tools/plan.py", f"{script}.py", *of,
+                text = call(folder, number, f"{ROOT}/tools/plan.py", f"{script}.py", *of,
                             f"--gpus={number}xcpu", "--measure", f"--length={R}")
                 lines = (line.split() for line in text.splitlines() if line.endswith(" s"))
                 found = {line[0]: float(line[-2]) for line in lines}
                 said.append(dict(rollout=found["sampling"], update=found["update"],
                                  score=found.get("scoring", 0) + found["reading"]))
-                call(folder, f"{ROOT}/{script}.py", *of, f"--out_dir=run{i}", "--device_type=cpu",
-                     ranks=number)
+                call(folder, number, f"{ROOT}/{script}.py", *of, f"--out_dir=run{i}",
+                     "--device_type=cpu", ranks=number)
                 with open(f"{folder}/run{i}/log.jsonl", encoding="utf-8") as log:
                     records = [json.loads(line) for line in itertools.islice(log, 1, 4)]
                 took += [{phase: record[f"time/{phase}"] for phase in (

@@ -377,10 +377,17 @@ def parquet_rows(path):
     except ImportError as e:
         raise BadInput(f"{path}: parquet files are read with pyarrow, which is not installed; type "
                        "pip install pyarrow") from e
+    number = 0
     try:
-        batches = parquet.ParquetFile(path).iter_batches()
-        rows = (row for batch in batches for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
-            yield f"row {number}", row
+        for batch in parquet.ParquetFile(path).iter_batches():
+            narrow = [name for name in batch.schema.names
+                      if batch.schema.field(name).type == pyarrow.float32()]
+            # the digits that were written: 0.1, where 64 bits would have 0.10000000149
+            digits = {name: batch.column(name).cast(pyarrow.string()).to_pylist()
+                      for name in narrow}
+            for i, row in enumerate(batch.to_pylist()):
+                number += 1
+                row |= {name: digits[name][i] and float(digits[name][i]) for name in narrow}
+                yield f"row {number}", row
     except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e

@@ -41,16 +41,16 @@ def test_tables_keep_their_texts(world, tmp_path):
 
 
 def test_parquet(tmp_path):
-    """With nested fields; texts stay texts."""
+    """With nested fields; texts stay texts; floats of 32 bits have the digits that were written."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({
-        "q": ["a", "b"], "more": [{"result": "02"}, {"result": "3"}], "score": [0.1, 2.5]}),
-        tmp_path / "a.parquet")
+        "q": ["a", "b"], "more": [{"result": "02"}, {"result": "3"}], "score": [0.1, 2.5],
+        "margin": pyarrow.array([0.1, None], pyarrow.float32())}), tmp_path / "a.parquet")
     rows = read_rows(f"{tmp_path}/a.parquet", prompt_row, "q>prompt,more.result>answer")
-    assert [(row["prompt"], row["answer"], row["score"]) for row in rows] == [
-        ("a", "02", 0.1), ("b", "3", 2.5)]
+    assert [(row["prompt"], row["answer"], row["score"], row["margin"]) for row in rows] == [
+        ("a", "02", 0.1, 0.1), ("b", "3", 2.5, None)]
 
 
 def test_data_sets_in_the_layout_of_the_hub(tmp_path):
