@@ -201,7 +201,7 @@ def scaled_logits(logits, temperature=1.0, tokenizer=None):
     log-probs use this function, so they mean the same distribution. Temperature 0 counts as 1.
     """
     logits = at_least_float32(logits)
-    if getattr(temperature, "ndim", 0):
+    if torch.is_tensor(temperature) and temperature.ndim:
         raise TypeError(f"temperature must be one number, not a tensor {tuple(temperature.shape)}")
     if temperature not in (0, 1):
         logits = logits / temperature
