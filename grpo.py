@@ -227,7 +227,7 @@ def evaluate():
 
 
 # With staleness or roles batches are sampled early. So is the first one where the zero of a reward
-# model must be chosen, which rm.py has not trained. A rank that does not train stays in this call
+# model must be chosen (rm.py has not trained it). A rank that does not train stays in this call
 if system.staleness > 0 or system.roles or lacks_shift(reward_model):
     from options.ahead import ahead_of
     rollout = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)  # COLLECTIVE

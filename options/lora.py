@@ -384,7 +384,8 @@ def lowest_base(folder, unless=""):
 def read_merged(folder, head, system, device, seed):
     """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
     base = base_of(folder)
-    optional("sizes.check_sizes")(base)  # its tokenizer is not read, where others are checked
+    # of others tokenizer.read_folder asks it; the tokenizer of this base is not read
+    optional("sizes.check_sizes")(base, "config.json")
     model = read_model(base, head, system, device, seed)
     has_head = "base_model.model.score.weight" in read_adapter(folder)[1]
     if has_head and head == "lm":

@@ -12,16 +12,15 @@ LARGEST = {"layers?$": 1000, "num_labels$": 10**6}  # the names of a number -> m
 GROWTH = 10_000  # a text that is so many times longer is an attack
 
 
-def check_sizes(path):
-    """Raise BadInput where the config.json or the tokenizer.json of a folder is such a file."""
-    for part in parts_of(path, "config.json"):
+def check_sizes(path, file):
+    """Raise BadInput where this file of a folder, config.json or tokenizer.json, is such a one."""
+    growth = 1.0
+    for part in parts_of(path, file):
         for key, n in part.items():
             if type(n) is int and any(
                     re.search(name, key) and n > most for name, most in LARGEST.items()):
-                raise BadInput(f"{path}: its config.json says {key} = {n:,}, more than any model "
+                raise BadInput(f"{path}: its {file} says {key} = {n:,}, more than any model "
                                "has; is it the right file?")
-    growth = 1.0
-    for part in parts_of(path, "tokenizer.json"):
         if part.get("type") == "Replace":
             pattern = part.get("pattern")
             found = pattern.get("String") if isinstance(pattern, dict) else None
