@@ -9,7 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 needs_toy
 choose_ranks
 remove out/pairs_{40,250,2000}{,_rm}
-step data/arithmetic/pairs.py --mistakes=0.3 --name=noisy --seed="$seed"
+on_ranks data/arithmetic/pairs.py --mistakes=0.3 --name=noisy --seed="$seed"
 for pairs in 40 250 2000; do
     head -n $pairs data/arithmetic/noisy_train.jsonl > data/arithmetic/noisy_$pairs.jsonl
     on_ranks rm.py config/arithmetic_rm.py --train_path=data/arithmetic/noisy_$pairs.jsonl \

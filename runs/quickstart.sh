@@ -18,7 +18,7 @@ shares=(2 45 4 8 2 33 2 4)  # of the steps below, in seconds of a quiet machine
 step data/arithmetic/prepare.py
 make out/arithmetic_sft/policy on_ranks sft.py config/arithmetic_sft.py --seed="$seed" ${SFT:-}
 # where rm.py has begun, its pairs are complete
-make out/arithmetic_rm data/arithmetic/pairs.py --seed="$seed" ${PAIRS:-}
+make out/arithmetic_rm on_ranks data/arithmetic/pairs.py --seed="$seed" ${PAIRS:-}
 make out/arithmetic_rm/reward_model on_ranks rm.py config/arithmetic_rm.py --seed="$seed" ${RM:-}
 echo; echo "Before PPO:"
 step tools/sample.py --policy_path=out/arithmetic_sft/policy \

@@ -107,12 +107,14 @@ def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):
     policy = well("sft.py", tmp_path / "run", keys_of(
         world, "sft.py", train_path=rows, val_path="", max_iters=40, batch_size=8,
         dtype="float32")) + "/policy"
-    for more in ([], ["--mistakes=0.25", "--name=noisy"]):
-        result = Started(f"{task}/pairs.py", [f"--policy_path={policy}", "--pairs=40",
-                                              "--max_new_tokens=4", *more], str(tmp_path)).wait()
-        assert result.codes == [0], result
-    found = {name: read_jsonl(f"{task}/{name}.jsonl")
-             for name in ("pairs_train", "pairs_val", "noisy_train", "noisy_val")}
+    for ranks, *more in ((1,), (1, "--mistakes=0.25", "--name=noisy"), (2, "--name=two")):
+        result = Started(f"{task}/pairs.py", [
+            f"--policy_path={policy}", "--pairs=40", "--max_new_tokens=4", "--dtype=float64",
+            *more], str(tmp_path), ranks=ranks).wait()
+        assert set(result.codes) == {0}, result
+    found = {name: read_jsonl(f"{task}/{name}.jsonl") for name in (
+        "pairs_train", "pairs_val", "noisy_train", "noisy_val", "two_train", "two_val")}
+    assert found["two_train"] == found["pairs_train"] and found["two_val"] == found["pairs_val"]
     assert len(found["pairs_train"]) == 40 and len(found["pairs_val"]) == 4
     assert found["noisy_val"] == found["pairs_val"]
     right = {"1+4=": "5", "2+4=": "6"}
@@ -169,7 +171,8 @@ def test_each_step_of_a_script_is_a_command_that_there_is(tmp_path, script, step
     said = [args[2:] if args[0] == "runs/ranks.py" else args for args in said]
     said = [args for args in said if args and args[0] != "-" and not args[0].startswith("out/")]
     assert script.startswith("vllm") or {args[0] for args in on_ranks if args} == {
-        args[0] for args in said} & {"sft.py", "rm.py", "ppo.py", "grpo.py"}
+        args[0] for args in said} & {"sft.py", "data/arithmetic/pairs.py", "rm.py", "ppo.py",
+                                     "grpo.py"}
     assert len(said) == steps, said
     more = sum({"--max_iters=9", "--pairs=10", "--lora=2"} & {*args} != set() for args in said)
     assert more == (4 if script == "quickstart.sh" else 0), said
@@ -203,7 +206,7 @@ def test_the_number_of_ranks_is_kept(tmp_path, meets):
         result = bash(tmp_path, "runs/quickstart.sh", str(seed), env=env | more)
         assert result.returncode == 0, result
         found = re.findall(r"(?m)^runs/ranks.py (\d+) sft.py", (tmp_path / "said").read_text())
-        assert result.stdout.count("$ torchrun --nproc_per_node") == 3 * len(found)
+        assert result.stdout.count("$ torchrun --nproc_per_node") == 4 * len(found)
         assert ("do not meet" in result.stdout) == (not meets and more.get("RANKS") != "1")
         assert "step 2 of 8\n" in result.stdout and "--watch" in result.stdout
         return found
