@@ -8,7 +8,6 @@ each made in a copy; and right forks, which it must not accuse. Prints the table
 """
 import glob
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -228,20 +227,18 @@ CONFIGS = dict(ppo="arithmetic_ppo", grpo="arithmetic_grpo", sft="arithmetic_sft
 def copy_of(folder, edits=(), diffs=(), script=""):
     """A copy of the files in a folder, with edits of (file, old, new), and with diffs."""
     os.makedirs(folder)
-    for path in glob.glob(f"{HERE}/*.py"):
-        with open(path, encoding="utf-8") as f:
-            text = f.read()
-        for file, old, new in edits:
-            if os.path.basename(path) == (file or f"{script}.py"):
-                assert text.count(old) == 1, (path, old, text.count(old))
-                text = text.replace(old, new)
-        with open(f"{folder}/{os.path.basename(path)}", "w", encoding="utf-8") as f:
-            f.write(text)
-    shutil.copytree(f"{HERE}/options", f"{folder}/options")  # a diff may change one
+    # a diff may change one of the options
+    subprocess.run(["cp", "-r", "--parents", "options", "recipes/dpo.py", *glob.glob(
+        "*.py", root_dir=HERE), folder], cwd=HERE, check=True)
     for name in ("config", "grading", "data"):
         os.symlink(f"{HERE}/{name}", f"{folder}/{name}")
-    os.makedirs(f"{folder}/recipes")
-    os.symlink(f"{HERE}/recipes/dpo.py", f"{folder}/recipes/dpo.py")
+    for file, old, new in edits:
+        path = f"{folder}/{file or f'{script}.py'}"
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        assert text.count(old) == 1, (path, old, text.count(old))
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text.replace(old, new))
     for diff in diffs:
         subprocess.run(["git", "apply", f"{HERE}/recipes/{diff}.diff"], cwd=folder, check=True)
     return folder
@@ -252,28 +249,32 @@ def typed(script, more=()):
     return [f"{HERE}/config/{CONFIGS[os.path.basename(script)]}.py", *more]
 
 
+def proof_of(folder, script, more, edits, diffs=(), only=""):
+    """prove's Proof of a copy with these changes, by one check or by all. Raises CannotRun."""
+    copy_of(f"{folder}/copy", edits, diffs, script)
+    proof = prove.Proof(f"{folder}/copy/{script}.py", typed(script, more), f"{folder}/runs",
+                        say=lambda text: None)
+    proof.of(only)
+    return proof
+
+
 def try_mistake(name, folder, more=()):
-    """prove's Verdicts of a mistake, by its one check; by all, if none can find it."""
+    """By its one check; by all, if none can find it."""
     script, check, _, *edits = MISTAKES[name]
-    copy_of(f"{folder}/copy", edits, script=script)
-    return prove.prove(f"{folder}/copy/{script}.py", typed(script, more), f"{folder}/runs", check,
-                       say=lambda text: None)[0]
+    return proof_of(folder, script, more, edits, only=check)
 
 
 def try_fork(name, folder, only=""):
-    """prove's Verdicts of a right fork. Raises CannotRun."""
     diff = f"{HERE}/recipes/{name}.diff"
     recipe = open(diff, encoding="utf-8").read() if os.path.exists(diff) else ""
     script, more, *edits = FORKS.get(name) or ("ppo" if "+++ b/ppo.py" in recipe else "grpo", [])
-    copy_of(f"{folder}/copy", edits, [name] if recipe else [], script)
     more = [arg.replace("SMALL", f"{folder}/runs/world") for arg in more]
-    return prove.prove(f"{folder}/copy/{script}.py", typed(script, more), f"{folder}/runs", only,
-                       say=lambda text: None)[0]
+    return proof_of(folder, script, more, edits, [name] if recipe else [], only)
 
 
-def broken(verdicts):
+def broken(proof):
     """({check: how it is broken} of promises, the same of notes)."""
-    found = {name: x for name, x in verdicts.found.items() if x}
+    found = {name: x for name, x in proof.found.items() if x}
     return ({name: x for name, x in found.items() if not x["note"]},
             {name: x for name, x in found.items() if x["note"]})
 
@@ -282,24 +283,20 @@ def main(argv):
     os.chdir(HERE)
     words, began = [word for word in argv if not word.startswith("--")], time.time()
     recipes = [os.path.basename(path)[:-5] for path in sorted(glob.glob(f"{HERE}/recipes/*.diff"))]
-    names = dict.fromkeys([*FORKS, *recipes]) if "--forks" in argv else [*MISTAKES]
+    names = dict.fromkeys([*FORKS, *recipes]) if "--forks" in argv else MISTAKES
     right = 0
     print("| | broken | notes | seconds | names it |\n|---|---|---|---|---|")
     for name in names:
         if words and not any(word in name for word in words):
             continue
+        start, word = time.time(), "" if "--forks" in argv else MISTAKES[name][2]
         with tempfile.TemporaryDirectory() as folder:
-            start = time.time()
-            if "--forks" in argv:
-                word = ""
-                try:
-                    verdicts = try_fork(name, folder)
-                except prove.CannotRun as e:
-                    print(f"| {name} | cannot be run: {e} | | | |")
-                    continue
-            else:
-                word, verdicts = MISTAKES[name][2], try_mistake(name, folder)
-        hard, notes = broken(verdicts)
+            try:
+                proof = (try_fork if "--forks" in argv else try_mistake)(name, folder)
+            except prove.CannotRun as e:
+                print(f"| {name} | cannot be run: {e} | | | |")
+                continue
+        hard, notes = broken(proof)
         said = str([x["lines"] for x in [*hard.values(), *notes.values()]])
         named = ("yes" if word in said else "no") if word else "accused" if hard else "-"
         right += named in ("yes", "-")

@@ -11,6 +11,7 @@ import glob
 import importlib
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -361,8 +362,11 @@ def read(folder, codes):
         paths = [f"{folder}/{name}-{rank}" for rank in range(len(codes))]
         return [open(path).read().splitlines() if os.path.exists(path) else [] for path in paths]
 
-    said = next((said[-1] for said in lines("stderr") if said), f"nothing; exit codes {codes}")
-    run = SimpleNamespace(codes=codes, said=said[:400], log=[], weights={}, notes=[
+    told = next((said for said in lines("stderr") if said), [f"nothing; exit codes {codes}"])
+    own = [re.search(r'"(.*)", line (\d+)', line) for line in told
+           if line.startswith("  File") and "/lib/python" not in line and '"<' not in line]
+    place = "".join(f" ({os.path.relpath(at[1])}, line {at[2]})" for at in own[-1:])
+    run = SimpleNamespace(codes=codes, said=told[-1][:400] + place, log=[], weights={}, notes=[
         [json.loads(line) for line in noted] for noted in lines("notes")])
     if os.path.exists(f"{folder}/out/log.jsonl"):
         run.log = read_log(f"{folder}/out")

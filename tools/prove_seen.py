@@ -2,9 +2,9 @@
 What tools/prove.py does inside a small run: it changes one thing, and notes what is seen. The
 functions of the rooms are wrapped before the script imports them, in whichever room they stand.
 
-A note is a line of JSON in a file of the rank: "begin"; "state", the plain values that live when an
-iteration begins; "gradient", of a step; "batch", three sums of each column; "look", a fault that
-can be seen at once.
+A note is a line of JSON in a file of the rank: "state", the plain values that live when an
+iteration begins; "batch", sums of an iteration's columns and of its steps' gradients, in the order
+of the page; "look", a fault that can be seen at once; "end", what the last policy says of a batch.
 """
 import contextlib
 import functools
@@ -15,18 +15,32 @@ import random
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import small_world
 import torch
 from small_world import rooms_of, wrap
 
 
-def before(folder, how, root):
-    """For small_world.Started: what happens in a rank's process before the script begins."""
-    cwd = os.getcwd()
+def root_of(script):
+    """The folder with the rooms that a script imports: its own, or the one above it."""
+    folder = os.path.dirname(script)
+    return folder if os.path.exists(f"{folder}/run.py") else os.path.dirname(folder)
+
+
+def before(spec):
+    """
+    For small_world.Started: what happens in a rank's process before the script begins. A run that
+    is elsewhere begins anew, in a Python that has other hashes of texts.
+    """
+    how, root, cwd = spec["how"], root_of(spec["script"]), os.getcwd()
 
     def prepare(rank):
         os.chdir(cwd)  # files that a key names are found as in the run itself
+        if "elsewhere" in how and os.environ.get("PYTHONHASHSEED") != "4242":
+            prove = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prove.py")
+            os.execve(sys.executable, [sys.executable, prove, "--run", json.dumps(spec)],
+                      os.environ | dict(PYTHONHASHSEED="4242"))
         if root != small_world.ROOT:
             small_world.of_copy(root)(rank)
         rooms, number = rooms_of(root), 77 if "elsewhere" in how else 0
@@ -34,13 +48,14 @@ def before(folder, how, root):
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy").random.seed(number)
         if "elsewhere" in how:  # another time of day; new memory is full of NaN
-            now = time.time
-            time.time = lambda: now() + 123456.7
+            clock = time.time
+            time.time = lambda: clock() + 123456.7
             torch.utils.deterministic.fill_uninitialized_memory = True
             wrap(rooms, "choose_kernels", then=lambda *_: torch.use_deterministic_algorithms(
                 True, warn_only=True))
-        change_batches(rooms, how)
-        see(rooms, f"{folder}/notes-{rank}", how, root)
+        now = SimpleNamespace(scored=0, steps=0, gradients=[], batch=None, row=0)
+        change_batches(rooms, how, now)
+        see(rooms, how, now, f"{spec['folder']}/notes-{rank}", root)
 
     return prepare
 
@@ -48,7 +63,7 @@ def before(folder, how, root):
 # -------------------------------------------------------------------------------------------------
 # what is changed of a batch
 
-def change_batches(rooms, how):
+def change_batches(rooms, how, now):
     def other_rows(batch, *_):
         if "ids" in how:
             T = batch["tokens"].shape[1]
@@ -59,12 +74,11 @@ def change_batches(rooms, how):
             order = shuffled(len(batch["tokens"]), how["order"])
             batch |= {name: x[order] for name, x in batch.items() if name != "index"}
 
-    def more_columns(_, batch, *args):
+    def more_columns(_, batch, rows, terms, policy, *args):
         T = batch["tokens"].shape[1]
         for name, x in batch.items():
             if "wide" in how and x.shape[1:] == (T,):
-                fill = 0 if name != "tokens" else next(
-                    y.tokenizer.pad_id for y in args if hasattr(y, "tokenizer"))
+                fill = policy.tokenizer.pad_id if name == "tokens" else 0
                 batch[name] = torch.nn.functional.pad(x, (0, how["wide"]), value=fill)
 
     def stir(batch, terms):
@@ -75,12 +89,11 @@ def change_batches(rooms, how):
             x = batch.get(name)
             if x is not None and (x == x[0]).all():
                 batch[name] = (ids * 7 % 11 < 5).to(x)
-        if "bump" in how:  # one response's rewards, in one iteration
-            if how["bump"]["wait"] == 0:
-                how["bump"]["row"] = row = one_of(batch)
-                for weight, name, _ in terms:
-                    batch[f"reward/{name}"][row] += how["bump"]["by"] * (-1 if weight < 0 else 1)
-            how["bump"]["wait"] -= 1
+        if "more" in how and now.scored == how["watch"]:  # for the longest that has an end
+            now.row = int((mask.sum(1) + 999 * batch["finished"]).argmax())
+            for weight, name, _ in terms:
+                batch[f"reward/{name}"][now.row] += how["more"] * (-1 if weight < 0 else 1)
+        now.scored += 1
 
     def same_minibatches(order, n, *key):
         if "order" in how and "minibatches" in key:  # the same responses, at their new places
@@ -100,40 +113,23 @@ def shuffled(n, size):
     return (number.flip(0) * size + (torch.arange(size) + number) % size).flatten()
 
 
-def one_of(batch):
-    """The row of a response that has ended, and is like no other; of these the longest."""
-    lengths, finished = batch["lengths"].tolist(), batch["finished"].tolist()
-    texts = [ids[:n] for ids, n in zip(batch["tokens"].tolist(), lengths, strict=True)]
-    return max(range(len(texts)), key=lambda i: (
-        texts.count(texts[i]) == 1, finished[i], int(batch["response_mask"][i].sum())))
-
-
 # -------------------------------------------------------------------------------------------------
 # what is seen
 
-def see(rooms, path, how, root):
+def see(rooms, how, now, path, root):
     from run import Run
 
-    steps, kept, learned, zero, masks, said = 0, {}, {}, {}, [], set()
+    learned, zero, masks = {}, set(), []
 
     def write(kind, **what):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(dict(kind=kind) | what) + "\n")
 
-    def look(what, name, **more):
-        if (what, name) not in said:
-            said.add((what, name))
-            write("look", what=what, name=name, **more)
-
-    def begun(_, run, *args):
-        learned.update({name: [p for p in model.parameters() if p.requires_grad]
-                        for name, model in run.trained.items()})
-        kept["start"] = {name: [p.detach().clone() for p in ps] for name, ps in learned.items()}
-
     def iterations(run, numbers=Run.iterations):
-        nonlocal steps
+        learned.update({name: [(p, p.detach().clone()) for p in model.parameters()
+                               if p.requires_grad] for name, model in run.trained.items()})
         for iteration in numbers(run):
-            steps = 0
+            now.gradients, now.steps = [], 0
             if "state" in how:
                 write("state", iteration=iteration,
                       names=states(sys._getframe(1).f_globals, root))
@@ -141,56 +137,54 @@ def see(rooms, path, how, root):
                 os.kill(os.getpid(), how["signal"][1])
             yield iteration
 
-    def logged(run, record, batch=None, *args):
-        columns, own = {}, {}
-        if batch:
-            own = {name: x for name, x in sys._getframe(2).f_globals.items() if name not in batch
-                   and isinstance(x, torch.Tensor) and x.is_floating_point()}
-            columns = {name: sums_of(x, batch) for name, x in (batch | own).items()
-                       if name not in ("index", "begins", "lengths")}
-            if "drift" in how and "batch" not in kept or how.get("bump", {}).get("wait") == -1:
-                kept["batch"] = {name: x.clone() for name, x in batch.items()}
-        write("batch", iteration=run.iteration, own=[name for name in own if columns[name]],
-              columns={name: x for name, x in columns.items() if x})
-
     def step(run, gradients, lrs, *args, make=Run.step):
-        nonlocal steps
-        old = {name: [(p, p.detach().clone(), p.grad.clone()) for p in learned[name]
-                      if p.grad is not None] for name in lrs} if steps == 0 else {}
+        for name, buffers in gradients.items():
+            with contextlib.suppress(Exception):  # of shards
+                flat = torch.cat([b.flatten() for b in buffers])
+                way = torch.sin(torch.arange(len(flat), dtype=flat.dtype))
+                now.gradients.append(["gradient", name, now.steps, [
+                    flat.norm().item(), flat.dot(way).item()]])
+        old = {name: [(p, p.detach().clone(), p.grad.clone()) for p, _ in learned[name]
+                      if p.grad is not None] for name in lrs}
         norms = make(run, gradients, lrs, *args)
         for name, parts in old.items():
-            if lrs[name] > 0 and name in norms:
-                zero.setdefault(name, []).append(norms[name] == 0)
+            # in later steps of an iteration all may be clipped
+            if now.steps == 0 and lrs[name] > 0 and name in norms:
+                if norms[name] == 0:
+                    zero.add(name)
                 with contextlib.suppress(Exception):  # of shards
                     if by_sign(parts):
-                        look("sign", name)
-        steps += 1
+                        write("look", what="sign", name=name)
+        now.steps += 1
         return norms
+
+    def logged(run, record, batch=None, *args):
+        columns, own = [], []
+        if batch:
+            names = sys._getframe(2).f_globals  # the script's
+            own = [name for name, x in names.items() if name not in batch
+                   and isinstance(x, torch.Tensor) and x.is_floating_point()]
+            columns = [["column", name, None, sums_of(x, batch)]
+                       for name, x in [*batch.items(), *((name, names[name]) for name in own)]
+                       if name not in ("index", "begins", "lengths")]
+            if how.get("watch") == run.iteration:
+                now.batch = {name: x.clone() for name, x in batch.items()}
+        write("batch", iteration=run.iteration, own=own, sums=columns + now.gradients)
 
     def over(run, *args):
         for name, parameters in learned.items():
-            if any(zero.get(name, ())):  # in later steps of an iteration all may be clipped
-                look("zero", name)
-            elif all(map(torch.equal, kept["start"][name], parameters)):
-                look("still", name)
-        if batch := kept.get("batch"):
+            if name in zero or all(torch.equal(p, old) for p, old in parameters):
+                write("look", what="zero" if name in zero else "still", name=name)
+        if now.batch:
             from model import response_logprobs
 
             reference = next((name for name in run.models if name.startswith("ref")), "policy")
             with torch.no_grad():
                 logprobs, ref = (response_logprobs(
-                    run.models[name], batch, how["temperature"])[0] for name in (
-                    "policy", reference if "drift" in how else "policy"))
+                    run.models[name], now.batch, how["temperature"])[0]
+                    for name in ("policy", reference))
             write("end", kl=(logprobs - ref).square().mean().item(),
-                  score=logprobs[how.get("bump", {}).get("row", 0)].sum().item())
-
-    def reduced(_, gradients, *args):
-        for name, buffers in gradients.items():
-            with contextlib.suppress(Exception):  # of shards
-                flat = torch.cat([b.flatten() for b in buffers])
-                way = torch.sin(torch.arange(len(flat), dtype=flat.dtype))
-                write("gradient", step=steps, model=name, norm=flat.norm().item(),
-                      sum=flat.dot(way).item())
+                  score=logprobs[now.row].sum().item())
 
     def note_masks(result, batch, *args):
         """Those of a batch, or of micro-batches that are made of it."""
@@ -201,15 +195,13 @@ def see(rooms, path, how, root):
             near = [m for m in masks if getattr(x, "dtype", 0) == torch.bool
                     and m.shape[1:] == x.shape[1:]]
             if near and (x[:, None] & ~torch.cat(near)).any(2).all(1).any():  # x: of some rows
-                look("mask", name)
+                write("look", what="mask", name=name)
         if name == "compute_gae" and args[0].shape == args[2].shape:
             if count := int((args[0].masked_fill(args[2], 0) != 0).sum()):
-                look("lost", "rewards", count=count)
+                write("look", what="lost", name="rewards", count=count)
 
-    write("begin")
     Run.iterations, Run.step = iterations, step
-    wrap([Run], "__init__", then=begun), wrap([Run], "log", logged), wrap([Run], "finish", over)
-    wrap(rooms, "all_reduce_gradients", then=reduced)
+    wrap([Run], "log", logged), wrap([Run], "finish", over)
     wrap(rooms, "score_batch", then=note_masks), wrap(rooms, "micro_batches", then=note_masks)
     for name in ("masked_sum", "masked_mean", "masked_whiten", "compute_gae", "add_up",
                  "token_weights"):
@@ -225,11 +217,11 @@ def by_sign(parts):
 
 
 def sums_of(x, batch):
-    """Three sums of a column (B,) or (B, T), which do not depend on padding or the rows' order."""
+    """Three sums of a (B,) or (B, T), whatever the padding and the order of the rows; else []."""
     mask, x = batch["response_mask"], x.detach()
     B, T = mask.shape
     if x.shape not in ((B,), (B, T)):
-        return None
+        return []
     ids = batch["tokens"].double() % 89 + torch.arange(T) % 7  # a number for each token
     x = x.double().nan_to_num(17.0)
     x, name = (x[mask], ids[mask]) if x.dim() == 2 else (x, torch.where(mask, ids, 0).sum(1))

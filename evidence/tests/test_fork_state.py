@@ -13,11 +13,12 @@ import torch
 
 from checkpoint import settings_of
 from errors import BadInput
+from evidence.proved import MISTAKES, copy_of
 from gae import compute_gae
 from model import scaled_logits
 from options.fork_state import checked, put_into_state, values_of
 from run import make_optimizer
-from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
+from tiny import (assert_one_line, assert_same_run, assert_stopped, at, keys_of,
                   keys_of_system, read_log, read_weights, run, well, write)
 
 
@@ -383,19 +384,6 @@ optimizers["critic"] = make_optimizer(critic, "reward", system, 1e-2, (beta1, be
 """}
 
 
-def changed(folder, script, places):
-    """A copy of the repository, and there a script: {what stands in it: what shall stand there}."""
-    for name in os.listdir(ROOT):
-        if not name.startswith((".", "out", script)):
-            os.symlink(f"{ROOT}/{name}", folder / name)
-    with open(f"{ROOT}/{script}", encoding="utf-8") as f:
-        text = f.read()
-    for place, other in places.items():
-        assert text.count(place) == 1, place
-        text = text.replace(place, other)
-    return write(folder / script, text)
-
-
 def drifts(rank):
     """For `before`: on rank 1 the critic becomes another one."""
     import parallel
@@ -416,8 +404,10 @@ def test_a_fifth_model_that_is_trained(world, tmp_path):
     may be none of its inputs, nor another's work.
     """
     models, keys = ("policy", "value_model", "critic"), keys_of(world, "ppo.py")
-    script = changed(tmp_path, "ppo.py", {place: more + place for place, more in FIFTH.items()} | {
-        "from load import autocast": "from load import load, autocast"})
+    edits = [(None, place, more + place) for place, more in FIFTH.items()]
+    script = copy_of(f"{tmp_path}/copy", [*edits, (
+        None, "from load import autocast", "from load import load, autocast")], script="ppo")
+    script += "/ppo.py"
     whole = well(script, tmp_path / "whole", keys)
     cut = run(script, tmp_path / "cut", keys, before=at(1, signal.SIGTERM))
     assert_stopped(cut, tmp_path / "cut")
@@ -437,16 +427,15 @@ def test_a_fifth_model_that_is_trained(world, tmp_path):
 
 
 WITHOUT = {  # a page without a gradient of the policy: the losses are of log-probs of this step
-    "grpo.py": {'logprobs, mb["old_logprobs"], mb["advantages"], m,':
-                'logprobs, logprobs, mb["advantages"], m,'},
-    "ppo.py": {'ratio = (logprobs - mb["old_logprobs"]).exp()':
-               'ratio = (logprobs - logprobs).exp()'}}
+    "grpo": MISTAKES["no_detach"][3:],
+    "ppo": [(None, 'ratio = (logprobs - mb["old_logprobs"])', "ratio = (logprobs - logprobs)")]}
 
 
 @pytest.mark.parametrize("script", WITHOUT)
 def test_a_policy_without_a_gradient_is_said_once(world, tmp_path, script):
-    keys = keys_of(world, script, kl_coef=0, max_iters=2, eval_path="")
-    result = run(changed(tmp_path, script, WITHOUT[script]), tmp_path / "run", keys)
+    keys = keys_of(world, f"{script}.py", kl_coef=0, max_iters=2, eval_path="")
+    copy = copy_of(f"{tmp_path}/copy", WITHOUT[script], script=script)
+    result = run(f"{copy}/{script}.py", tmp_path / "run", keys)
     said = [line for line in result.out[0].splitlines() if "exactly 0" in line]
     assert result.codes == [0] and len(said) == 1 and said[0].startswith("warning: iteration 0")
 

@@ -29,8 +29,7 @@ def elsewhere(tmp_path, monkeypatch, world):
         os.rmdir(folder), os.symlink(world.root, folder)
         return world
 
-    start = prove.start
-    monkeypatch.setattr(prove, "start", lambda spec: start(spec, twin=False))
+    monkeypatch.setenv("PYTHONHASHSEED", "4242")
     monkeypatch.setattr(prove.small_world, "build", build)
     monkeypatch.chdir(tmp_path)
     faulthandler.disable()  # in a run it would write into the terminal
@@ -65,13 +64,14 @@ def test_a_mistake_is_found_and_named(name, tmp_path):
 
 def test_a_right_fork_is_not_accused(tmp_path):
     """DAPO, which asks for more groups; what is typed stays as it is."""
-    verdicts, runs = prove.prove(f"{ROOT}/grpo.py", typed("grpo", [
+    proof = prove.Proof(f"{ROOT}/grpo.py", typed("grpo", [
         f"{ROOT}/config/dapo.py", "--max_refills=1", "--batch_size=6", "--group_size=2",
         "--micro_batch_size=3", "--max_new_tokens=3"]), f"{tmp_path}/runs", say=lambda text: None)
-    assert broken(verdicts) == ({}, {}) and not verdicts.untried
+    proof.of()
+    assert broken(proof) == ({}, {}) and not proof.untried
     assert {"noise", "parts", "ranks", "padding", "ids", "evaluation", "resume", "trained", "score",
-            "turns, padding", "turns, ranks"} <= verdicts.found.keys()
-    assert {0} == {code for name, run in runs.ended.items() for code in run.codes
+            "turns, padding", "turns, ranks"} <= proof.found.keys()
+    assert {0} == {code for name, run in proof.runs.ended.items() for code in run.codes
                    if not name.startswith("resume")}
 
 
@@ -79,8 +79,8 @@ def test_a_right_fork_is_not_accused(tmp_path):
     ("vapo", "parts"), ("process_supervision", "ranks"), ("trees", "turns")])
 def test_recipes_that_are_whole_papers(name, only, tmp_path):
     """By the check that fits best; python evidence/proved.py --forks tries all checks of each."""
-    verdicts = try_fork(name, tmp_path, only)
-    assert broken(verdicts) == ({}, {}) and not verdicts.untried and verdicts.found
+    proof = try_fork(name, tmp_path, only)
+    assert broken(proof) == ({}, {}) and not proof.untried and proof.found
 
 
 @pytest.mark.parametrize("typed, code, words", [
