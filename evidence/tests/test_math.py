@@ -15,15 +15,6 @@ from grading.expressions import math_answer
 from prompts import Rows
 from rewards import check_rows, reward_terms
 
-ROWS = [dict(prompt="q", answer="1 + x")]
-
-
-def scores(pairs):
-    """The reward of responses [(text, the row's answer), ...]."""
-    rows = [dict(prompt="?", answer=answer) for _, answer in pairs]
-    return math_answer(dict(completions=[text for text, _ in pairs], rows=rows))
-
-
 ALIKE = r"""
 x + 1|1 + x   xy|yx   2\sqrt{2}|\sqrt{8}   $\frac{x^2-1}{x-1}$|$x+1$   4x^2y|4yx^2
 \pi/2|\frac{\pi}{2}   \{1, 3\}|$\{1\} \cup \{3\}$   (1, 2)|\left(\frac22, 2.0\right)
@@ -46,9 +37,8 @@ The final answer is $5$. I hope it is correct.|5   3 1/2|7/2   x = 3 1/2|3.5   -
 x \le 0.5|x \le \frac12   \begin{pmatrix}0.5\\1\end{pmatrix}|\begin{pmatrix}1/2\\1\end{pmatrix}
 \pm 3|\{3,-3\}   2516_8|2516_8   2516|2516_8   1358|2516_8   2516_{8}|2516_8   1358_{10}|2516_8
 FF_{16}|255   255|FF_{16}   (2516)_8|2516_8   5, 6|101_{2}, 110_{2}   -101_2|-5   101_2+1|6
-2516 base 8|2516_8   2516 \text{ base } 8|2516_8   2516₈|2516_8   \frac{2516_8}{2}|679
-x_{1}|x_1   \log_2 8|3   5 000 cm|5000 cm   \frac{1}{2}。|0.5
-1、\sqrt{8}|1, 2\sqrt2
+2516 base 8|2516_8   2516 \text{ base } 8|2516_8   2516₈|2516_8   \frac{2516_8}{2}|679   x_{1}|x_1
+\log_2 8|3   5 000 cm|5000 cm   \frac{1}{2}。|0.5   1、\sqrt{8}|1, 2\sqrt2
 """
 UNLIKE = r"""
 5 cm|5 m   5 \text{ cm}|5 \text{ m}   5 cm|5 cm^2   7 cm²|7 cm³   7°C|7°F   $7|7 €
@@ -64,17 +54,15 @@ The answer is not 5.|5   The wrong answer is 5.|5   The answer is 5 or 6.|5
 x < 5|5   x \le 5|x < 5   5 and 6|5   3 1/2|31/2   3 1/2|3/2   1,2 1/2|1,21/2   .5|5   $.50|50
 5 lakh|5   5 tens|5   5 score|5   5 gross|5   5 factorial|5   5 crore dollars|5   5 score clips|5
 5 twenties|5   5 fivefold|5   5 halved|5   5 doubled|5   5 twos|5   5 hundredths|5   5 thou|5
-5 zeros|5
-1.6\times10^{-19}|1.6\times10^{-20}   1.6\times10^{-19}|-1.6\times10^{-19}   10^{-9}|0   0.0000001|0
-0.0000001|0.0000002   1e-7|0   (1.6\times10^{-19},2)|(1.6\times10^{-20},2)   e^{-20}|e^{-21}
-0.3333|1/3   \{1.6\times10^{-19}\}|\{1.6\times10^{-20}\}
-[0,1.6\times10^{-19}]|[0,1.6\times10^{-20}]
-x<1.6\times10^{-19}|x<1.6\times10^{-20}   x=1.6\times10^{-19}|x=1.6\times10^{-20}
+5 zeros|5   1.6\times10^{-19}|1.6\times10^{-20}   1.6\times10^{-19}|-1.6\times10^{-19}   10^{-9}|0
+0.0000001|0   0.0000001|0.0000002   1e-7|0   (1.6\times10^{-19},2)|(1.6\times10^{-20},2)
+e^{-20}|e^{-21}   0.3333|1/3   \{1.6\times10^{-19}\}|\{1.6\times10^{-20}\}
+[0,1.6\times10^{-19}]|[0,1.6\times10^{-20}]   x<1.6\times10^{-19}|x<1.6\times10^{-20}
+x=1.6\times10^{-19}|x=1.6\times10^{-20}
 \begin{pmatrix}10^{-9}\\1\end{pmatrix}|\begin{pmatrix}0\\1\end{pmatrix}   0.\overline{3}|0.3
-0.\overline{3}|1/4
-2516_9|2516_8   2516_8|2516   2516_{9}|2516_8   2517|2516_8   x|x_1   x+1|x_1+1
-0.\dot{1}\dot{2}|1/9   2516_2|2516   1358_8|1358   101_2|101
-101|5_{10}   25_x|25   10²|102   5!|5   0 7|7   5。5|55
+0.\overline{3}|1/4   2516_9|2516_8   2516_8|2516   2516_{9}|2516_8   2517|2516_8   x|x_1   x+1|x_1+1
+0.\dot{1}\dot{2}|1/9   2516_2|2516   1358_8|1358   101_2|101   101|5_{10}   25_x|25   10²|102   5!|5
+0 7|7   5。5|55
 """
 
 
@@ -89,24 +77,10 @@ def test_two_answers():
     pairs = {(given, answer): 1 for given, answer in alike} | {(a, b): 0 for a, b in unlike}
     pairs |= {(rf"\boxed{{{b}}} so \boxed{{{a}}}.", b): same  # the last one counts
               for (a, b), same in list(pairs.items())[::7] if "$" not in a + b}
-    found = scores(list(pairs))
+    found = math_answer(dict(completions=[text for text, _ in pairs],
+                             rows=[dict(prompt="?", answer=answer) for _, answer in pairs]))
     assert [(pair, score) for pair, score in zip(pairs, found, strict=True)
             if score != pairs[pair]] == []
-
-
-def test_whole_responses():
-    batch = dict(rows=[dict(prompt="q", answer="1+x")] * 3,
-                 completions=[r"so \boxed{1+x}", "<think>1+1</think>1 + x", "<think>1+x"])
-    assert math_answer(batch) == [1, 1, 0] and accuracy(batch).tolist() == [1, 0, 0]
-
-
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
-    terms = reward_terms("math")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match="pip install math-verify"):
-        check_rows(terms, Rows(ROWS))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    check_rows(terms, Rows(ROWS))
 
 
 def test_only_formulas_are_asked_and_each_once(monkeypatch, capsys):
@@ -117,12 +91,14 @@ def test_only_formulas_are_asked_and_each_once(monkeypatch, capsys):
         return [None if "late" in pair[0] else pair == ("x+1", "1+x") for pair in pairs]
 
     monkeypatch.setattr(expressions, "same_formulas", same)
-    completions = ["7", r"\boxed{x+1}", "x+1", "x+2", r"x+\late", "<think>x+1", "", "x" * 3000]
-    batch = dict(rows=[dict(prompt="q", answer=x) for x in [7] + ["1+x"] * 7],
+    completions = ["7", r"so \boxed{x+1}", "x+1", "<think>x+2</think>x+1", r"\boxed{1+x}", "x+2",
+                   r"x+\late", "<think>x+1", "", "x" * 3000]
+    batch = dict(rows=[dict(prompt="q", answer=x) for x in [7] + ["1+x"] * 9],
                  completions=completions, seconds=10)
-    assert math_answer(batch) == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert math_answer(batch) == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
     assert asked == [([("x+1", "1+x"), ("x+2", "1+x"), (r"x+\late", "1+x")], 8)]
-    assert "1 of 8" in capsys.readouterr().out
+    assert "1 of 10" in capsys.readouterr().out
+    assert accuracy(batch).tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 0, 0]  # the same letters alone
 
 
 def test_a_formula_that_never_ends_harms_no_other(monkeypatch):
@@ -139,7 +115,13 @@ def test_a_formula_that_never_ends_harms_no_other(monkeypatch):
     assert expressions.same_formulas(pairs[:1], 1, 0) == [None]
 
 
-def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
+def test_without_the_package_or_its_worker_one_line_says_what_to_install(monkeypatch):
+    terms, rows = reward_terms("math"), Rows([dict(prompt="q", answer="1 + x")])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="pip install math-verify"):
+        check_rows(terms, rows)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    check_rows(terms, rows)
     monkeypatch.setattr(expressions, "WORKER", "raise SystemExit(1)")
     with pytest.raises(Stop, match="math-verify"):
         expressions.same_formulas([("x", "y")], 1, math.inf)

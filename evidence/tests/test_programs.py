@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import shutil
 import time
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from grading import expressions, programs
 from grading.programs import check_tests, extract_code, judge, same, same_output
 from options import tools
 from rewards import reward_terms
-
+from test_sandbox import assert_verdicts, needs_bwrap, returns
 from tiny import assert_one_line, jsonl, keys_of, read_log, run, well
 
 F = "def f(x):\n    return x + 1"  # the program of most completions below
@@ -52,7 +51,7 @@ HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>f
 TALKS = "print('<think>' + input())\nprint('</think><answer>', '[/THINK]')\nx = '<response>'"
 MARKED = "s = \"\"\"\n<think>\n</answer>\n<|end|>\n\"\"\""
 # marks in a block are text; outside of blocks they count, also on the lines of its fences
-CASES += [(text, program) for program in (TALKS, MARKED) for text in (
+CASES += [(text, program) for program in (F, TALKS, MARKED) for text in (
     block(program), f"So:\n{block(program)}\nthat is it", block(program, fence="~~~"),
     block(program, ""), f"10. ```python\n{program}\n```\n11. that is it",
     f"<think>a</think>{block(program)}", f"[THINK]\n{block(DRAFT)}\n[/THINK]{block(program)}",
@@ -62,16 +61,8 @@ CASES += [(text, program) for program in (TALKS, MARKED) for text in (
     f"{block(program)}<|END_RESPONSE|>\nthat is it", f"```\n{DRAFT}\n{block(program)}",
     f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>\n{block(program)}</answer>")]
 CASES += [(text, F) for text in (
-    f"{block(TALKS)}\n</think>\n{block()}", block(fence="~~~"),
-    f"10. ```python\n{F}\n```\n11. that is it",
-    f"<think>a</think>{block()}", f"[THINK]\n{block(DRAFT)}\n[/THINK]{block()}",
-    HARMONY.format(block(DRAFT)) + block() + "<|end|>",
-    f"<answer>{block()}</answer>", f"<response>\n{block()}\n</response>",
-    f"<think>```python\n</think>\n{block()}", f"{block(tag='cpp')}\n{block()}",
-    f"{block()}<|END_RESPONSE|>\nthat is it", f"```\n{DRAFT}\n{block()}",
-    f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>\n{block()}</answer>",
-    f"<answer>```python\n{F}\n</answer>", f"{block(DRAFT)}</think>{block()}",
-    f"```\nnotes\n<answer>\n{F}\n</answer>")]
+    f"{block(TALKS)}\n</think>\n{block()}", f"<answer>```python\n{F}\n</answer>",
+    f"{block(DRAFT)}</think>{block()}", f"```\nnotes\n<answer>\n{F}\n</answer>")]
 ENDLESS = [f"{block()}\n<think>{block(DRAFT)}", f"{block()}[THINK] or", f"{block()}<think>\n```\n"]
 
 
@@ -132,10 +123,6 @@ def test_no_text_takes_long(name):
     assert not slow
 
 
-def returns(value, *arguments):
-    return {"fn": "f", "inputs": [list(arguments)], "outputs": [value]}
-
-
 MALFORMED = [
     [], None, {"fn": "f"}, {"fn": "f", "inputs": [[1]], "outputs": [1, 2]},
     {"fn": "f", "inputs": [1], "outputs": [1]}, {"fn": "f()\nx", "inputs": [[]], "outputs": [1]},
@@ -193,9 +180,6 @@ def test_results_are_compared_by_value_and_printed_ones_as_numbers_and_words():
 
 # the reward `code`
 
-needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="there is no bwrap")
-
-
 @needs_bwrap
 def test_the_reward_ends_in_time(capsys):
     """It says how many had no time; and the limit of the key code_seconds holds."""
@@ -229,15 +213,13 @@ SOURCES += ["def max(*_): return 6\nclass Solution:\n    def f(self, a): return 
 def test_what_the_judge_of_leetcode_imports():
     tests = [{"fn": "Solution.f", "inputs": [[[3, 1, 2]]], "outputs": [6]},
              "assert Solution().f([3, 2, 1]) == 6"]
-    plain = {"fn": "f", "inputs": [[[3, 1, 2]]], "outputs": [6]}  # as in APPS, without the class
-    cases = [(source, tests, "pass") for source in SOURCES] + [
+    plain = returns(6, [3, 1, 2])  # as in APPS, without the class
+    assert_verdicts([(source, tests, "pass") for source in SOURCES] + [
         (SOURCES[1], plain, "pass"),
         (SOURCES[1].replace("Solution", "Codec"), plain | {"fn": "Codec.f"}, "pass"),
         # a plain function gets no imports, and the method is called where there are both
         ("def f(a): return sum(Counter(a))", plain, "error"),
-        (f"{SOURCES[0]}\ndef f(a): return 5", plain, "pass")]
-    verdicts = programs.run_all([case[:2] for case in cases], 2)
-    assert [(case, v) for case, v in zip(cases, verdicts, strict=True) if v[2] != case[2]] == []
+        (f"{SOURCES[0]}\ndef f(a): return 5", plain, "pass")])
 
 
 ADD = "def add(self, a, b): return a + b + len(deque())"
@@ -262,14 +244,12 @@ METHODS = "search", "merge", "add", "copy", "pow"
 @needs_bwrap
 def test_only_what_the_program_defines_is_called():
     """No name of the judge's imports or of Python's own is an answer."""
-    cases = [(source, {"fn": name, "inputs": [given], "outputs": [value]}, False)
-             for source in NOTHING for name, given, value in LIBRARY]
-    cases += [(source, {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}, True) for source in OWN]
-    cases += [(f"class Solution:\n    def {name}(self, x): return x + ceil(0.5)",
-               {"fn": name, "inputs": [[1]], "outputs": [2]}, True) for name in METHODS]
-    verdicts = programs.run_all([case[:2] for case in cases], 2)
-    assert [case for case, v in zip(cases, verdicts, strict=True)
-            if (v.reason == "pass") != case[2]] == []
+    add = returns(3, 1, 2) | {"fn": "add"}
+    assert_verdicts([(source, returns(value, *given) | {"fn": name}, "error")
+                     for source in NOTHING for name, given, value in LIBRARY] + [
+        (source, add, "pass") for source in OWN] + [
+        (f"class Solution:\n    def {name}(self, x): return x + ceil(0.5)",
+         returns(2, 1) | {"fn": name}, "pass") for name in METHODS])
 
 
 MINE = """
