@@ -31,6 +31,10 @@ def assert_same_run(out, other, models=("policy",), tolerance=0.0):
         for key, x in a.items():
             near = isinstance(x, float) and abs(x - b[key]) <= tolerance * max(1, abs(x))
             assert near or x == b[key], (a["iteration"], key, x, b[key])
+    assert_same_weights(out, other, models, tolerance)
+
+
+def assert_same_weights(out, other, models=("policy",), tolerance=0.0):
     for model in models:
         a, b = (read_weights(f"{folder}/{model}") for folder in (out, other))
         assert a.keys() == b.keys()

@@ -9,24 +9,16 @@ from errors import BadInput
 from load import load
 from options.judging import TEMPLATES, Judge
 from rewards import score_sequences
+from tiny import (assert_same_run, keys_of, keys_of_system, read_log, save_random, well, write)
 from tokenizer import load_tokenizer
 from transformers import AutoModelForCausalLM
-
-import tiny
-
-CHATML = """{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}
-{%- if add_generation_prompt %}[assistant]{% endif %}"""
-THINKS = CHATML.replace("[assistant]{%", "[assistant]<think></think>{%").replace(
-    "]{{ m.content", "]{{ '<think></think>' if m.role == 'assistant' else '' }}{{ m.content")
-WRITES = THINKS.replace("[assistant]<think></think>{%", "[assistant]{%")  # only before an answer
-COUNTS = "{{ messages | length }}" + CHATML
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random model with room for questions, whose tokens are bytes."""
     folder = str(tmp_path_factory.mktemp("judge") / "judge")
-    tiny.save_random(folder, seed=3)
+    save_random(folder, seed=3)
     hf = AutoModelForCausalLM.from_pretrained(folder, n_positions=700, ignore_mismatched_sizes=True)
     with torch.no_grad():
         hf.transformer.wpe.weight.normal_(0, 0.2)
@@ -35,8 +27,8 @@ def folder(tmp_path_factory):
 
 
 def judge_of(folder, template="yes_no", chat="", responses=("response",)):
-    file = tiny.write(f"{folder}/chat.jinja", chat) if chat else ""
-    system = tiny.keys_of_system(chat_template=file, dtype="float64")
+    file = write(f"{folder}/chat.jinja", chat) if chat else ""
+    system = keys_of_system(chat_template=file, dtype="float64")
     model = load(folder, "judge", system, torch.device("cpu"))
     return Judge(model, load_tokenizer(folder, system), folder, str(template), responses)
 
@@ -66,26 +58,29 @@ def test_scores_as_transformers(folder, template, count):
         assert score == pytest.approx(want, abs=1e-9)
 
 
-@pytest.mark.parametrize("chat, opened", [
-    (CHATML, ""), (THINKS, "<think></think>"), (WRITES, "<think></think>"), (COUNTS, "")])
-def test_questions_in_a_chat(folder, chat, opened):
-    """Where the template opens the answer with empty thoughts, the judge reads them."""
+CHATML = """{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+# an answer opens with empty thoughts: in the prompt, or only before an answer
+THINKS = CHATML.replace("[assistant]{%", "[assistant]<think></think>{%").replace(
+    "]{{ m.content", "]{{ '<think></think>' if m.role == 'assistant' else '' }}{{ m.content")
+WRITES = THINKS.replace("[assistant]<think></think>{%", "[assistant]{%")
+COUNTS = "{{ messages | length }}" + CHATML
+ASKED = f"[user]{filled('yes_no', 'a', 'b')}<eos>[assistant]"
+TURNS = [dict(role=role, content=text) for role, text in (
+    ("user", "Hi"), ("assistant", "Yes?"), ("user", "1+2"), ("assistant", "<think>"))]
+DIALOGUE = "user: Hi\n\nassistant: Yes?\n\nuser: 1+2"
+
+
+@pytest.mark.parametrize("chat, prompt, want", [
+    (CHATML, "a", ASKED), (THINKS, "a", f"{ASKED}<think></think>"),
+    (WRITES, "a", f"{ASKED}<think></think>"), (COUNTS, "a", f"1{ASKED}"),
+    ("", TURNS[:1], filled("yes_no", "Hi", "b")), ("", TURNS[:3], filled("yes_no", DIALOGUE, "b")),
+    ("", TURNS, filled("yes_no", DIALOGUE, "<think>b"))])
+def test_questions_of_chats(folder, chat, prompt, want):
+    """In the judge's chat template, whose opening of an answer it reads; dialogues become text."""
     judge = judge_of(folder, chat=chat)
-    text = judge.tokenizer.text_of(judge.encode(dict(prompt="a"), ["b"]))
-    first = "1" if chat == COUNTS else ""
-    assert text == f"{first}[user]{filled('yes_no', 'a', 'b')}<eos>[assistant]{opened}"
+    assert judge.tokenizer.text_of(judge.encode(dict(prompt=prompt), ["b"])) == want
     assert judge.answers == [ord("A"), ord("B")]
-
-
-def test_dialogues_become_text(folder):
-    turns = [dict(role=role, content=text) for role, text in (
-        ("user", "Hi"), ("assistant", "Yes?"), ("user", "1+2"))]
-    begun = [*turns, dict(role="assistant", content="<think>")]
-    asked, judge = "user: Hi\n\nassistant: Yes?\n\nuser: 1+2", judge_of(folder)
-    for prompt, text in ((turns[:1], ("Hi", "3")), (turns, (asked, "3")),
-                         (begun, (asked, "<think>3"))):
-        ids = judge.encode(dict(prompt=prompt), ["3"])
-        assert judge.tokenizer.decode(ids) == filled("yes_no", *text)
 
 
 def test_a_long_response_loses_its_end(folder):
@@ -100,10 +95,16 @@ def test_a_long_response_loses_its_end(folder):
         judge.encode(dict(prompt="fox " * 200), ["a"])
 
 
+REFUSED = {  # a template, and a part of the line
+    "": "", "{response}": "A B", "{prompt} A B": "{response}",
+    "{prompt} {response} {question} A B": "question", "answers: A A\n{response}": "'A A'",
+    "answers: 10 9\n{prompt} {response}": "'10'"}
+
+
 def test_a_file_of_the_users(folder, tmp_path):
     """Answers of its own, the row's answer, braces that are no field; every byte by hand."""
-    file = tiny.write(tmp_path / "mine.txt", 'answers: y, n\n{"q": {prompt}} { } {answer} '
-                      '{response} ok?\n\n')
+    file = write(tmp_path / "mine.txt", 'answers: y, n\n{"q": {prompt}} { } {answer} '
+                 '{response} ok?\n\n')
     judge = judge_of(folder, file)
     assert judge.answers == [ord("y"), ord("n")] and judge.chat is False
     ids = judge.encode(dict(prompt="1+2=", answer=3), ["{answer}<eos>"])
@@ -112,30 +113,20 @@ def test_a_file_of_the_users(folder, tmp_path):
         judge.encode(dict(prompt="2+2=", answer=None), ["4"])
     pairs = judge_of(folder, "compare", responses=("first", "second"))
     assert "[First answer]\nx\n" in bytes(pairs.encode(dict(prompt="?"), ["x", "y"])).decode()
-
-
-REFUSED = {  # a template, and a part of the line
-    "": "", "{response}": "A B", "{prompt} A B": "{response}",
-    "{prompt} {response} {question} A B": "question", "answers: A A\n{response}": "'A A'",
-    "answers: 10 9\n{prompt} {response}": "'10'"}
-
-
-def test_templates_that_are_refused(folder, tmp_path):
     for text, part in REFUSED.items():
         with pytest.raises(BadInput) as e:
-            judge_of(folder, tiny.write(tmp_path / "t.txt", text))
+            judge_of(folder, write(file, text))
         assert part in str(e.value) and "\n" not in str(e.value), text
 
 
 def test_scores_of_a_run(world, tmp_path):
     """The same run on two ranks, where the judge is split, and reads by micro-batches of tokens."""
-    template = tiny.write(tmp_path / "t.txt", "answers: 1 2 3\n{response}, to {prompt} ({answer})")
-    keys = tiny.keys_of(
+    template = write(tmp_path / "t.txt", "answers: 1 2 3\n{response}, to {prompt} ({answer})")
+    keys = keys_of(
         world, "grpo.py", judge_path=world.older, judge_template=template, eval_path="",
         reward_functions="0.5*judge,0*length", reward_timeout=40, max_iters=1)
-    out = tiny.well("grpo.py", tmp_path / "one", keys)
+    out = well("grpo.py", tmp_path / "one", keys)
     more = dict(zero_stage="3", offload="judge=params", micro_batch_tokens=90)
-    tiny.assert_same_run(out, tiny.well("grpo.py", tmp_path / "two", keys | more, ranks=2),
-                         tolerance=1e-9)
-    first = tiny.read_log(out)[0]
+    assert_same_run(out, well("grpo.py", tmp_path / "two", keys | more, ranks=2), tolerance=1e-9)
+    first = read_log(out)[0]
     assert first["objective/scores"] == pytest.approx(first["objective/reward/judge"] / 2) != 0

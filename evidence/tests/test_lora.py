@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load
@@ -19,19 +18,19 @@ from model import Model, states_before
 from options.lora import Adapted, load_adapted, read_adapter
 from test_families import BASE, EXPERTS, GPT, HEADS, SIZES, add_vision
 from test_model import CPU, random_model, rows_of_texts, written
-from tiny import keys_of_system, write
+from tiny import assert_same_run, assert_same_weights, keys_of, keys_of_system, well
 
 KINDS = {"llama": SIZES, "gpt_neox": SIZES, "qwen3": HEADS | dict(tie_word_embeddings=True),
          "gpt2": GPT}
 
 
-def saved(folder, kind, settings):
+def saved(folder, kind="llama", settings=SIZES):
     """The folder of a random model."""
     return written(folder, random_model(kind, settings))
 
 
-def loaded(folder, head="lm", dtype="float32"):
-    return load(str(folder), "reward", keys_of_system(dtype=dtype), CPU, head)
+def loaded(folder, head="lm"):
+    return load(str(folder), "reward", keys_of_system(), CPU, head)
 
 
 def filled(model):
@@ -44,10 +43,8 @@ def filled(model):
     return model
 
 
-def set_in(folder, **settings):
-    """Set these in the folder's adapter_config.json."""
-    config = folder / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+def set_in(file, **settings):
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
 def said(model):
@@ -85,7 +82,7 @@ def test_the_formula_and_the_files_alone_and_merged_and_by_peft(
     model = filled(Adapted(loaded(base), head, rank, alpha, targets, seed=4))
     model.score_shift, folder = 0.5 if head == "scalar" else 0.0, tmp_path / "model_adapter"
     save_final(str(tmp_path), "model", model)
-    set_in(folder, use_rslora=rslora)
+    set_in(folder / "adapter_config.json", use_rslora=rslora)
     want, plain = said(model), loaded(base)
     for key, a in model.adapters.items() if head == "lm" else ():
         delta = scale * a.B @ a.A
@@ -105,34 +102,16 @@ def test_the_formula_and_the_files_alone_and_merged_and_by_peft(
     assert (said_by_peft(folder, head) + model.score_shift - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("note", ["NaN", "0.5", "x", '{"score_shift": NaN}',
-                                  '{"score_shift": [1]}', '{"score_shift": "x"}', "[" * 10**5])
-def test_an_adapter_whose_shift_is_no_number(tmp_path, note):
-    write(tmp_path / "adapter_config.json", "{}")
-    save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors", dict(score_shift=note))
-    with pytest.raises(BadInput, match=f"{tmp_path}.*readable"):
-        read_adapter(str(tmp_path))
-
-
-def test_a_base_that_asks_for_more_than_any_model_has(tmp_path):
-    base = saved(tmp_path / "base", "llama", SIZES)
-    Adapted(loaded(base), "lm", 3, 5).save_adapter(tmp_path / "first_adapter")
-    file = tmp_path / "base/config.json"
-    write(file, json.dumps(json.loads(file.read_text()) | dict(num_hidden_layers=10**6)))
-    with pytest.raises(BadInput, match="num_hidden_layers = 1,000,000"):
-        loaded(tmp_path / "first_adapter")
-
-
 @torch.no_grad()
 def test_an_adapter_upon_an_adapter(tmp_path, capsys):
     """quartet reads it, and peft does not: a line says so."""
-    filled(Adapted(loaded(saved(tmp_path / "base", "llama", SIZES)), "lm", 3, 5)).save_adapter(
-        tmp_path / "first_adapter")
+    base = loaded(saved(tmp_path / "base"))
+    filled(Adapted(base, "lm", 3, 5)).save_adapter(tmp_path / "first_adapter")
     model = filled(Adapted(loaded(tmp_path / "first_adapter"), "lm", 2, 7))
     save_final(str(tmp_path), "second", model)
     assert re.search("peft.*/first_adapter", capsys.readouterr().out)
     assert (said(loaded(tmp_path / "second_adapter")) - said(model)).abs().max() < 1e-4
-    shapes = outline(f"{tmp_path}/second_adapter", "lm", keys_of_system(dtype="float32")).hf
+    shapes = outline(f"{tmp_path}/second_adapter", "lm", keys_of_system()).hf
     assert shapes.device.type == "meta"
 
 
@@ -173,38 +152,44 @@ def test_models_without_such_maps(tmp_path):
 
 
 def test_other_adapters_are_refused(tmp_path):
-    base = loaded(saved(tmp_path / "base", "llama", SIZES))
-    adapter = tmp_path / "adapter"
+    """Other kinds, another base, one that asks for too much, a shift that is no number."""
+    base, adapter = loaded(saved(tmp_path / "base")), tmp_path / "adapter"
+    filled(Adapted(base, "lm", 3, 5)).save_adapter(adapter)
+    config, file = adapter / "adapter_config.json", tmp_path / "base/config.json"
+    good = config.read_text()
     for more in (dict(use_dora=True), dict(of_next_year=dict(a=1)), dict(peft_type="IA3"),
                  dict(bias="all"), dict(r=4), dict(init_lora_weights="pissa"),
                  dict(revision="v1.0")):  # it has other weights
-        filled(Adapted(base, "lm", 3, 5)).save_adapter(adapter)
-        set_in(adapter, **more)
+        set_in(config, **more)
         with pytest.raises(BadInput):
             loaded(adapter)
-    filled(Adapted(base, "lm", 3, 5)).save_adapter(adapter)
+        config.write_text(good)
     with pytest.raises(BadInput, match="down_proj"):
         Adapted(base, "lm", 2, 4, targets="nothing")
     with pytest.raises(BadInput, match="another"):
-        load_adapted(loaded(saved(tmp_path / "another", "llama", SIZES)), f"{tmp_path}/adapter")
+        load_adapted(loaded(saved(tmp_path / "another")), str(adapter), "lm")
+    set_in(file, num_hidden_layers=10**6)
+    with pytest.raises(BadInput, match="num_hidden_layers = 1,000,000"):
+        loaded(adapter)
+    for note in ("NaN", "0.5", "x", '{"score_shift": NaN}', '{"score_shift": [1]}',
+                 '{"score_shift": "x"}', "[" * 10**5):
+        save_file({"a": torch.ones(1)}, adapter / "adapter_model.safetensors",
+                  dict(score_shift=note))
+        with pytest.raises(BadInput, match=f"{adapter}.*readable"):
+            read_adapter(str(adapter))
 
 
 def test_four_models_on_one_trunk(world, tmp_path):
     """share_base: the run in which each model has a trunk of its own, the reward model's merged."""
     adapted = dict(lora="policy=2:3,value=3:4:c_attn+c_fc,reward=2:5", gradient_checkpointing=True)
-    rm = tiny.well("rm.py", tmp_path, tiny.keys_of(
-        world, "rm.py", init_from=world.policy, **adapted))
-    keys = tiny.keys_of(world, "ppo.py", value_init="policy", seed=5, **adapted,
-                        reward_functions="9*reward_model")
-    apart = tiny.well("ppo.py", tmp_path / "apart", keys | dict(
-        reward_path=f"{rm}/reward_model"))
-    one = tiny.well("ppo.py", tmp_path / "one", keys | dict(
-        reward_path=f"{rm}/reward_model_adapter", share_base=True))
-    tiny.assert_same_run(apart, one, ("policy", "value_model"), 1e-9)
+    rm = well("rm.py", tmp_path, keys_of(world, "rm.py", init_from=world.policy, **adapted))
+    keys = keys_of(world, "ppo.py", value_init="policy", seed=5, **adapted,
+                   reward_functions="9*reward_model")
+    apart = well("ppo.py", tmp_path / "apart", keys | dict(reward_path=f"{rm}/reward_model"))
+    keys |= dict(share_base=True, reward_path=f"{rm}/reward_model_adapter")
+    one = well("ppo.py", tmp_path / "one", keys)
+    assert_same_run(apart, one, ("policy", "value_model"), 1e-9)
     # a value model of before goes on as it was saved
-    again = tiny.well("ppo.py", tmp_path / "again", keys | dict(
-        share_base=True, reward_path=f"{rm}/reward_model_adapter", max_iters=1,
-        value_init=f"{one}/value_model_adapter", value_learning_rate=1e-12))
-    ours, theirs = (tiny.read_weights(f"{out}/value_model") for out in (again, one))
-    for key, p in ours.items():
-        assert (p - theirs[key]).abs().max() < 1e-9, key
+    again = well("ppo.py", tmp_path / "again", keys | dict(
+        max_iters=1, value_init=f"{one}/value_model_adapter", value_learning_rate=1e-12))
+    assert_same_weights(again, one, ["value_model"], 1e-9)
