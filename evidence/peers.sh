@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# quartet and its peers do the same work, in turns: sampling beside transformers, PPO and GRPO
-# beside TRL. It prints the table of docs/scale.md: seconds, ratios, memory.
+# quartet and TRL do the same work, in turns: PPO and GRPO. It prints the table of docs/scale.md:
+# seconds, ratios, memory. (Sampling beside transformers: evidence/bench.py --work=sampling.)
 #   bash evidence/peers.sh [keys of evidence/peers/table.py, as --rounds=3 --rows=grpo_full]
 #   bash evidence/peers.sh same    does quartet compute what TRL computes? Four minutes
 # out/peers gets two virtual environments, for which the network is needed once. PPO_PYTHON,

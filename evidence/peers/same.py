@@ -36,27 +36,26 @@ LLAMA = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
 LENGTH, NEW, B = 12, 16, 24  # the most tokens of a prompt, of a response; responses, or rows
 EPS = 1.0  # AdamW's, larger than all gradients: otherwise the scale of a loss would be lost
 # the keys of all rows of a script, quartet's and TRL's
+PLAIN = dict(train_path="pairs.jsonl", learning_rate=0.3, beta2=0.999, max_iters=2)
+SAMPLED = dict(policy_path="policy", prompts_path="prompts.jsonl", max_new_tokens=NEW, max_iters=1)
 COMMON = {
-    "sft": (dict(init_from="policy", learning_rate=0.3, beta2=0.999, max_iters=2),
-            dict(learning_rate=0.3)),
-    "rm": (dict(init_from="reward_model", learning_rate=0.3, beta2=0.999, max_iters=2),
-           dict(learning_rate=0.3)),
-    "recipes/dpo": (dict(policy_path="policy", learning_rate=0.3, beta2=0.999, max_iters=2),
-                    dict(learning_rate=0.3)),
-    "ppo": (dict(ppo_epochs=2, temperature=1.0, learning_rate=1.0, missing_eos_penalty=0,
-                 reward_path="reward_model", value_lr_decay="constant"),
-            dict(num_ppo_epochs=2, learning_rate=1.0)),
-    "grpo": (dict(group_size=4, num_iterations=2, temperature=0.8, learning_rate=0.1,
-                  reward_functions="rule.py:score"),
+    "sft": (PLAIN | dict(init_from="policy"), dict(learning_rate=0.3)),
+    "rm": (PLAIN | dict(init_from="reward_model"), dict(learning_rate=0.3)),
+    "recipes/dpo": (PLAIN | dict(policy_path="policy"), dict(learning_rate=0.3)),
+    "ppo": (SAMPLED | dict(ppo_epochs=2, temperature=1.0, learning_rate=1.0, missing_eos_penalty=0,
+                           reward_path="reward_model", value_lr_decay="constant"),
+            dict(num_ppo_epochs=2, temperature=1.0 - 1e-7, learning_rate=1.0)),  # it adds 1e-7
+    "grpo": (SAMPLED | dict(group_size=4, num_iterations=2, temperature=0.8, learning_rate=0.1,
+                            reward_functions="rule.py:score"),
              dict(num_generations=4, num_iterations=2, temperature=0.8, learning_rate=0.1))}
+OTHER = dict(kl_estimator="k3", gamma=0.99, lam=0.9, cliprange=0.1)  # in the words of both
 # {row: (script, quartet's keys, TRL's)}: the algorithm in the words of both
 ROWS = {
     "SFT": ("sft", {}, {}),
     "reward model": ("rm", dict(centre_coef=0.01), dict(center_rewards_coefficient=0.01)),
     "DPO": ("recipes/dpo", {}, {}),
     "PPO": ("ppo", {}, {}),
-    "PPO, other keys": ("ppo", dict(kl_estimator="k3", gamma=0.99, lam=0.9, cliprange=0.1),
-                        dict(kl_estimator="k3", gamma=0.99, lam=0.9, cliprange=0.1)),
+    "PPO, other keys": ("ppo", OTHER, OTHER),
     "GRPO": ("grpo", dict(kl_coef=0.04),
              dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)),
     "GRPO, several turns": (
@@ -134,21 +133,17 @@ def distance(folder, name, begin):
 def row_of(name, folder):
     """A line of the table."""
     script, own, their = ROWS[name]
-    keys = dict(
+    keys = COMMON[script][0] | own | dict(
         out_dir="run", dtype="float64", batch_size=B, micro_batch_size=5, lr_decay="constant",
         warmup_iters=0, adam_eps=EPS, grad_clip=0, checkpoint_interval=0, device_type="cpu")
-    if script in ("ppo", "grpo"):
-        keys |= dict(policy_path="policy", prompts_path="prompts.jsonl", max_new_tokens=NEW,
-                     max_iters=1)
-    else:
-        keys |= dict(train_path="pairs.jsonl")
-    keys |= COMMON[script][0] | own
     call([sys.executable, "-c", RUN, ROOT, f"{ROOT}/{script}.py",
           *(f"--{key}={value}" for key, value in keys.items())], folder)
     settings = COMMON[script][1] | their | dict(
-        adam_epsilon=EPS, per_device_train_batch_size=B)
+        new=NEW, batch_size=B, steps=1 if script == "ppo" else 2, adam_epsilon=EPS, bf16=False,
+        use_cpu=True, per_device_train_batch_size=B, lr_scheduler_type="constant",
+        max_grad_norm=0.0)
     python = config["ppo_python" if script == "ppo" else "grpo_python"]
-    version = call([python, f"{ROOT}/evidence/peers/trl_same.py", script, str(NEW),
+    version = call([python, f"{ROOT}/evidence/peers/of_trl.py", "same", script,
                     json.dumps(settings)], folder).splitlines()[-1]
     trained = TRAINED.get(script, dict(policy="policy"))
     apart = ", ".join(f"{distance(folder, *each):.1e}" for each in trained.items())

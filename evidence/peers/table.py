@@ -19,12 +19,12 @@ import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from errors import BadInput, Stop  # noqa: E402
-from evidence.bench import iterations, keys_of, make_models, sampling  # noqa: E402
+from evidence.bench import iterations, keys_of, make_models  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from tools.work import limits  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
-rows = "all"  # or some of them, as sampling_full,grpo_real
+rows = "all"  # or some of them, as ppo_full,grpo_real
 rounds = 2  # turns of each: quartet, peer, quartet, peer [>= 1]
 steps = 4  # timed steps of a turn, after one to warm up (TRL: two) [>= 1]
 ppo_python = ""  # interpreter of an environment with TRL 1.12
@@ -40,72 +40,52 @@ if system.device_type == "cuda":
     PROMPTS, LENGTH, NEW, MOST = 64, 128, 256, 16
     LLAMA = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
                  num_attention_heads=32, num_key_value_heads=8)
-# name: (work, lengths, rows of a micro-batch)
+# name: (script, lengths, rows of a micro-batch)
 ROWS = {
-    "sampling_full": ("sampling", "full", 0), "ppo_full": ("ppo", "full", MOST),
-    "ppo_real": ("ppo", "real", 8), "grpo_full": ("grpo", "full", MOST),
-    "grpo_real": ("grpo", "real", 8)}
-
-
-def keys_of_row(script, micro_batch_size):
-    """The keys of a run of ppo.py or grpo.py in this table."""
-    own = dict(ppo=dict(ppo_epochs=4, kl_coef=0.05), grpo=dict(group_size=4, kl_coef=0.04))
-    return dict(
-        batch_size=PROMPTS, max_new_tokens=NEW, micro_batch_size=micro_batch_size,
-        max_iters=steps + 1, device_type=system.device_type, dtype=system.dtype,
-        compile=system.compile) | own[script]
-
-
-def of_quartet(script, folder, micro_batch_size):
-    """(seconds of each step, peak MiB, mean length) of a turn of ppo.py or grpo.py."""
-    records = iterations(script, folder, keys_of_row(script, micro_batch_size))
-    return ([r["time/iteration"] for r in records], max(r["mem/peak_mib"] for r in records),
-            statistics.mean(r["objective/length"] for r in records))
+    "ppo_full": ("ppo", "full", MOST), "ppo_real": ("ppo", "real", 8),
+    "grpo_full": ("grpo", "full", MOST), "grpo_real": ("grpo", "real", 8)}
 
 
 def of_trl(script, folder, micro_batch_size):
-    """The same of TRL's trainer, and its version; trl_steps.py prints them as JSON."""
-    python = config[f"{script}_python"]
-    done = subprocess.run([python, f"{ROOT}/evidence/peers/trl_steps.py", script,
-                           folder, str(steps), str(micro_batch_size), str(PROMPTS), str(NEW),
-                           system.device_type, system.dtype,
-                           "compile" if system.compile else "eager"],
-                          capture_output=True, text=True,
-                          preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
+    """(seconds of each step, peak MiB, its version) of a turn of TRL's trainer."""
+    settings = dict(
+        new=NEW, batch_size=PROMPTS, steps=steps, per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=PROMPTS // micro_batch_size, temperature=1.0, seed=0,
+        learning_rate=1e-12, bf16=system.dtype == "bfloat16", logging_steps=1,
+        use_cpu=system.device_type == "cpu", torch_compile=system.compile)
+    settings |= dict(num_ppo_epochs=4, kl_coef=0.05) if script == "ppo" else dict(
+        num_generations=4, beta=0.04, num_iterations=1, optim="adamw_torch")
+    done = subprocess.run(
+        [config[f"{script}_python"], f"{ROOT}/evidence/peers/of_trl.py", "time", script,
+         json.dumps(settings)], capture_output=True, text=True, cwd=folder,
+        preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
     if done.returncode:
         raise Stop(f"TRL's {script}: {(done.stderr.strip() or '?').splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    figures, version = done.stdout.splitlines()[-2:]
+    return *json.loads(figures), version
 
 
 def row_of(name, folder):
     """A line of the table."""
-    what, lengths, micro_batch_size = ROWS[name]
-    if what == "sampling":  # both in one process, and so without the memory of each
-        import transformers
-
-        took, _ = sampling(folder, system, PROMPTS, LENGTH, NEW, rounds * steps)
-        (ours, tokens), (theirs, _) = (zip(*took[key], strict=True)
-                                       for key in ("quartet", "transformers"))
-        length, memory = statistics.mean(tokens) / PROMPTS, ""
-        label, version = f"sampling, {lengths}", f"transformers {transformers.__version__}"
-    else:
-        ours, theirs, peaks, length = [], [], [0, 0], 0
-        for _ in range(rounds):
-            seconds, peak, mean = of_quartet(what, folder, micro_batch_size)
-            ours, peaks[0], length = ours + seconds, max(peaks[0], peak), length + mean / rounds
-            seconds, peak, version = of_trl(what, folder, micro_batch_size)
-            theirs, peaks[1] = theirs + seconds, max(peaks[1], peak)
-        label = f"{what.upper()}, {lengths}, micro-batches of {micro_batch_size}"
-        memory = f"{peaks[0]:.0f}, {peaks[1]:.0f}"
-    script, phase = ("ppo", "rollout") if what == "sampling" else (what, "iteration")
-    keys = keys_of_row(script, micro_batch_size or MOST) | (
-        dict(value_init="policy", reward_path="", reward_functions=f"{folder}/rule.py:score")
-        if what == "sampling" else {})
+    script, lengths, micro_batch_size = ROWS[name]
+    own = dict(ppo=dict(ppo_epochs=4, kl_coef=0.05), grpo=dict(group_size=4, kl_coef=0.04))
+    keys = own[script] | dict(
+        batch_size=PROMPTS, max_new_tokens=NEW, micro_batch_size=micro_batch_size,
+        max_iters=steps + 1, device_type=system.device_type, dtype=system.dtype,
+        compile=system.compile)
+    ours, theirs, their_peak = [], [], 0
+    for _ in range(rounds):
+        ours += iterations(script, folder, keys)
+        seconds, peak, version = of_trl(script, folder, micro_batch_size)
+        theirs, their_peak = theirs + seconds, max(their_peak, peak)
+    length = statistics.mean(record["objective/length"] for record in ours)
     least, _ = limits(script, keys_of(script, folder, keys), LENGTH, round(length),
                       choose_device(system.device_type))
-    mine, its = statistics.median(ours), statistics.median(theirs)
-    return (f"| {label} | {mine:.3f} s | {version} | {its:.3f} s | {its / mine:.2f} | "
-            f"{least[phase]:.3f} s | {memory} |")
+    mine = statistics.median(record["time/iteration"] for record in ours)
+    its, peak = statistics.median(theirs), max(record["mem/peak_mib"] for record in ours)
+    return (f"| {script.upper()}, {lengths}, micro-batches of {micro_batch_size} | {mine:.3f} s | "
+            f"{version} | {its:.3f} s | {its / mine:.2f} | {least['iteration']:.3f} s | "
+            f"{peak:.0f}, {their_peak:.0f} |")
 
 
 if __name__ == "__main__":
@@ -113,7 +93,7 @@ if __name__ == "__main__":
     for name in wanted:
         if name not in ROWS:
             raise BadInput(f"rows = {rows!r}: wanted all, or some of {','.join(ROWS)}")
-        if ROWS[name][0] != "sampling" and not config[f"{ROWS[name][0]}_python"]:
+        if not config[f"{ROWS[name][0]}_python"]:
             raise BadInput(f"{name} needs an environment with TRL; type bash evidence/peers.sh")
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"{time.strftime('%Y-%m-%d')}\n\n| work | quartet | peer | | ratio | limit | MiB |\n"

@@ -8,7 +8,7 @@ What is neither there nor in LIBRARIES, such as a logger, is a stub that does no
 import __future__
 import ast
 import builtins
-import importlib
+import contextlib
 import re
 import types
 import zipfile
@@ -25,12 +25,8 @@ class Bare(ast.NodeTransformer):
     inside of functions: their names become those of the module, or stubs.
     """
 
-    inside = 0
-
     def visit_FunctionDef(self, node):
-        self.inside += isinstance(node, ast.FunctionDef)
         self.generic_visit(node)
-        self.inside -= isinstance(node, ast.FunctionDef)
         node.decorator_list = [one for one in node.decorator_list
                                if DECORATORS & {*re.findall(r"\w+", ast.unparse(one))}]
         return node
@@ -40,10 +36,7 @@ class Bare(ast.NodeTransformer):
     def visit_Assert(self, node):
         return ast.copy_location(ast.Pass(), node)
 
-    def visit_Import(self, node):
-        return self.visit_Assert(node) if self.inside else node
-
-    visit_ImportFrom = visit_Import
+    visit_Import = visit_ImportFrom = visit_Assert
 
 
 def names_in(node):
@@ -67,7 +60,7 @@ class Module:
     """
 
     def __init__(self, text, path="", wheel=None):
-        self._tree, self._path, self._wheel = Bare().visit(ast.parse(text)), path, wheel
+        self._tree, self._path, self._wheel = ast.parse(text), path, wheel
         self._cut = {}  # what has been cut out, by its name
 
     def __getattr__(self, name):
@@ -86,39 +79,38 @@ class Module:
     def _made(self, name):
         for node in self._tree.body:
             if getattr(node, "name", "") == name:
-                return self._run([node], names_in(node) - {name})[name]
+                return self._run([node])[name]
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-                try:
+                with contextlib.suppress(ValueError):
                     return ast.literal_eval(node.value)
-                except ValueError:
-                    return MagicMock(name=name)
-            for alias in getattr(node, "names", ()) if isinstance(
-                    node, (ast.Import, ast.ImportFrom)) else ():
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
                 if (alias.asname or alias.name.partition(".")[0]) == name:
-                    return self._imported(node, alias)
+                    return self._imported(node, alias, name)
         return MagicMock(name=name)
 
-    def _imported(self, node, alias):
+    def _imported(self, node, alias, name):
+        """What an import statement gives a name: of a library, of the wheel, or a stub."""
         place = getattr(node, "module", None) or ""
         if getattr(node, "level", 0):  # from .utils import masked_mean
             package = self._path.split("/")[:-node.level]
             place = ".".join([*package, place] if place else package)
         whole = isinstance(node, ast.Import)
-        if (alias.name if whole else place).partition(".")[0] in LIBRARIES:
-            if whole:
-                module = importlib.import_module(alias.name)
-                return module if alias.asname else importlib.import_module(
-                    alias.name.partition(".")[0])
-            return getattr(importlib.import_module(place), alias.name, MagicMock())
-        for file in (f"{alias.name if whole else f'{place}.{alias.name}'}", place):
-            module = self._wheel and self._wheel.module(file.replace(".", "/") + ".py")
-            if module:
+        if (place or alias.name).partition(".")[0] in LIBRARIES:
+            statement = ast.Import([alias]) if whole else ast.ImportFrom(place, [alias], 0)
+            with contextlib.suppress(ImportError):
+                exec(ast.unparse(statement), space := {})
+                return space[name]
+        for file in (f"{place}.{alias.name}".strip("."), place):
+            if self._wheel and (module := self._wheel.module(file.replace(".", "/") + ".py")):
                 return module if file.endswith(alias.name) else module._find(alias.name)
         return MagicMock(name=alias.name)
 
-    def _run(self, body, names, given=None):
-        space = given or {}
-        space |= {name: self._find(name) for name in names - space.keys()}
+    def _run(self, body, /, **given):
+        """All names after these statements. given: names that already have a value."""
+        body = [Bare().visit(one) for one in body]
+        defined = {getattr(one, "name", "") for one in body} | given.keys()
+        space = given | {name: self._find(name)
+                         for name in set().union(*map(names_in, body)) - defined}
         code = compile(ast.fix_missing_locations(ast.Module(body, [])), self._path, "exec",
                        __future__.annotations.compiler_flag)
         exec(code, space)
@@ -130,7 +122,7 @@ class Module:
         for one in self._tree.body:
             for node in one.body if getattr(one, "name", "") == owner else ():
                 if getattr(node, "name", "") == name:
-                    return self._run([node], names_in(node))[name]
+                    return self._run([node])[name]
         raise AttributeError(f"{self._path}: no {dotted}")
 
     def lines(self, first, last, /, **given):
@@ -143,10 +135,9 @@ class Module:
             texts = [ast.unparse(one) for one in block] if isinstance(block, list) else []
             begins = [i for i, text in enumerate(texts) if text.startswith(first)]
             ends = [i for i, text in enumerate(texts) if text.startswith(last)]
-            if begins and [i for i in ends if i >= begins[0]]:
-                body = block[begins[0]:next(i for i in ends if i >= begins[0]) + 1]
-                names = set().union(*map(names_in, body))
-                return types.SimpleNamespace(**self._run(body, names, dict(given)))
+            if begins and ends and ends[-1] >= begins[0]:
+                end = next(i for i in ends if i >= begins[0])
+                return types.SimpleNamespace(**self._run(block[begins[0]:end + 1], **given))
         raise AttributeError(f"{self._path}: no statements from {first!r} to {last!r}")
 
 

@@ -4,9 +4,12 @@ returns one vector. Their keywords are choices that others make: see trainers.CH
 """
 import functools
 import os
-import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import types
+from functools import partial
 
 # Python looks for modules in this file's folder; ours are two folders above it.
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -23,16 +26,17 @@ G, T, EPS, LOW, HIGH = 4, 10, 0.2, 0.2, 0.28  # a group; columns; clip ranges
 GAMMA, LAM, BETA, CAP = 0.97, 0.9, 0.1, 1.5
 MOVES = [(12.0, 512), (6.6, 512), (1.0, 512), (12.0, 20_000)]  # KL, responses: of a controller
 STEPS = [1, 80, 81, 90, 100]  # tokens of responses, at most 100
+ROWS_MEAN = "seq-mean-token-mean"
 FORMULAS = vars(formulas) | vars(groups)
 
 
 def make_batch(seed, rows_without_tokens=False):
     """
     B = 12 responses in 3 groups, T columns: with padding, gaps, one token, equal scores, wild
-    ratios. (B, T): mask, and m, its float; span, mask without gaps; longer, span and one token
-    more; last, 1 at a last token; log-probs of now, old, ref, sampler; rewards, values; no number
-    is 0 only because mask is False. (B,): scores; other, of a second reward; right, 1 or 0. pairs
-    (8, 4): log-probs of chosen and rejected, then those of the reference.
+    ratios. (B, T): mask, and m, its float; span, mask without gaps; last, 1 at a last token;
+    log-probs of now, old, ref, sampler; rewards, values; no number is 0 only because mask is False.
+    (B,): scores; other, of a second reward; right, 1 or 0. pairs (8, 4): log-probs of chosen and
+    rejected, then those of the reference.
     """
     torch.manual_seed(seed)
     B = 3 * G
@@ -51,7 +55,6 @@ def make_batch(seed, rows_without_tokens=False):
     b.span = mask.flip(1).cumsum(1).flip(1) > 0  # up to the last token: gaps belong to it
     b.logprobs = b.old + 0.3 * draw(B, T)
     b.scores[2 * G:] = 0.1  # equal scores: a group that teaches nothing
-    b.longer = torch.nn.functional.pad(b.span[:, :-1], (1, 0), value=True)  # by one token
     b.right = (b.scores > 0).double()
     chosen, rejected, *of_reference = b.pairs.T
     b.margin = chosen - rejected - of_reference[0] + of_reference[1]
@@ -72,20 +75,15 @@ def graded(loss_of, b, at="logprobs"):
 
 @functools.cache
 def page(name, recipe="", numbers=()):
-    """The Module of a file, with a diff of recipes/."""
-    with open(f"{ROOT}/{name}", encoding="utf-8") as f:
-        text = f.read()
-    diff = ""
-    if recipe:
-        with open(f"{ROOT}/recipes/{recipe}.diff", encoding="utf-8") as f:
-            diff = f.read()
-    _, *parts = re.split(r"^--- a/(.*)\n\+\+\+ .*\n", diff, flags=re.MULTILINE)  # file, hunks, ...
-    hunks = dict(zip(parts[::2], parts[1::2], strict=True)).get(name, "")
-    for hunk in re.split(r"^@@.*\n", hunks, flags=re.MULTILINE)[1:]:
-        lines = [line for line in hunk.splitlines(keepends=True) if line[0] in " +-"]
-        old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
-        assert text.count(old) == 1, (recipe, old)
-        text = text.replace(old, new)
+    """The Module of a file, with a diff of recipes/. numbers: pairs of an old text and a new."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = shutil.copy(f"{ROOT}/{name}", folder)
+        if recipe:
+            diff = f"{ROOT}/recipes/{recipe}.diff"
+            for command in (["init", "-q"], ["apply", f"--include={name}", diff]):
+                subprocess.run(["git", "-C", folder, *command], check=True)
+        with open(file, encoding="utf-8") as f:
+            text = f.read()
     for old, new in numbers:
         text = text.replace(old, new)
     return Module(text, name)
@@ -99,8 +97,6 @@ def gae(b, steps="", cut=False):
         rewards, values, mask = rewards * b.m, values * b.m, b.span
     elif steps == "all":
         mask = torch.ones_like(mask)
-    elif steps == "one more":
-        rewards, mask = rewards * b.m, b.longer
     if cut:  # a value behind the last token of a row that was cut
         rewards[:, -1] += GAMMA * last * b.old_values[:, 0]
     return compute_gae(rewards, values, mask, GAMMA, LAM)[0][b.mask]
@@ -115,30 +111,22 @@ def whiten(b, x=None, minus=0, epsilon=1e-8, outside=0.0):
     return formulas.masked_whiten(x, b.mask)[b.mask]
 
 
-def kl(kind):
-    def estimate(b, most=None):
-        def total(x):
-            found = formulas.kl_estimate(x, b.ref, kind)
-            return (found if most is None else found.clamp(-most, most))[b.mask].mean()
-        return graded(total, b)
-    return estimate
-
-
-def ppo_lines(b, logprobs, recipe="", clamp=None):
-    if clamp:
-        logprobs = b.old + (logprobs - b.old).clamp(-clamp, clamp)
-    return page("ppo.py", recipe).lines(
-        "ratio = ", "pg_loss = ", **FORMULAS, logprobs=logprobs, m=b.mask, cliprange=EPS,
-        importance_cap=0, token_count=b.mask.sum(),
-        mb=dict(old_logprobs=b.old, advantages=b.advantages, response_mask=b.mask))
+def kl(b, kind="k1", most=None):
+    def total(x):
+        found = formulas.kl_estimate(x, b.ref, kind)
+        return (found if most is None else found.clamp(-most, most))[b.mask].mean()
+    return graded(total, b)
 
 
 def clip(b, clamp=None, dual=False):
-    return graded(lambda x: ppo_lines(b, x, "dual_clip" if dual else "", clamp).pg_loss, b)
-
-
-def dual_clip(b, clamp=None):
-    return clip(b, clamp, dual=True)
+    def total(logprobs):
+        if clamp:
+            logprobs = b.old + (logprobs - b.old).clamp(-clamp, clamp)
+        return page("ppo.py", "dual_clip" if dual else "").lines(
+            "ratio = ", "pg_loss = ", **FORMULAS, logprobs=logprobs, m=b.mask, cliprange=EPS,
+            importance_cap=0, token_count=b.mask.sum(), mb=dict(
+                old_logprobs=b.old, advantages=b.advantages, response_mask=b.mask)).pg_loss
+    return graded(total, b)
 
 
 def value_loss(b, rows=False):
@@ -171,28 +159,33 @@ def per_token(b, advantages):
     return advantages[:, None].expand_as(b.mask)[b.mask]
 
 
-def grpo(b, epsilon=1e-4):
-    if epsilon == 1e-4:
-        return per_token(b, groups.group_advantages(b.scores, G))
-    deviation = b.scores.view(-1, G).std(1).repeat_interleave(G)
-    return per_token(b, groups.group_advantages(b.scores, G, "none") / (deviation + epsilon))
-
-
-def dr_grpo(b):
-    return per_token(b, groups.group_advantages(b.scores, G, "none"))
-
-
-def rloo(b):
-    return per_token(b, groups.group_advantages(b.scores, G, "none", "others"))
-
-
-def changed(b, recipe, batch=None, terms=()):
+def advantages(b, recipe="", scale_by="std", baseline="mean", batch=None, terms=()):
     """The advantages, (B,), that the page has with a recipe."""
-    space = dict(shape_scores=lambda batch: b.scores, group_size=G, scale_by="std", baseline="mean",
-                 batch=batch, terms=terms, mask=b.mask, reward_names=[name for _, name, _ in terms],
-                 kl_coef=0, kl_in="loss", missing_eos_penalty=0)
+    space = dict(shape_scores=lambda batch: b.scores, group_size=G, scale_by=scale_by,
+                 baseline=baseline, batch=batch, terms=terms, mask=b.mask, kl_in="loss", kl_coef=0,
+                 reward_names=[name for _, name, _ in terms], missing_eos_penalty=0)
     return page("grpo.py", recipe).lines(
         "scores = shape_scores", "parallel.check", **FORMULAS | space).advantages
+
+
+def of_groups(*how):
+    """A row: advantages by groups."""
+    return lambda b: per_token(b, advantages(b, *how))
+
+
+def divided(b, advantages, divisor, epsilon):
+    """Advantages where epsilon is added to the divisor of each group, (B / G,), and not 1e-4."""
+    divisor = divisor.repeat_interleave(G)
+    return per_token(b, advantages * (divisor + 1e-4) / (divisor + epsilon))
+
+
+def grpo(b, epsilon=1e-4):
+    return divided(b, advantages(b), b.scores.view(-1, G).std(1), epsilon)
+
+
+def maxrl(b, epsilon=1e-4):
+    b = types.SimpleNamespace(**vars(b) | dict(scores=b.right))
+    return divided(b, advantages(b, "maxrl"), b.right.view(-1, G).mean(1), epsilon)
 
 
 def reinforce(b, minus=0, resets=False):
@@ -210,16 +203,15 @@ def reinforce(b, minus=0, resets=False):
 
 def reinforce_baseline(b, tokens=False, minus=0):
     if tokens:
-        none = groups.group_advantages(b.scores, G, "none")[:, None].expand_as(b.mask)
-        return whiten(b, none, minus)
-    return per_token(b, changed(b, "reinforce_pp"))
+        return whiten(b, advantages(b, scale_by="none")[:, None].expand_as(b.mask), minus)
+    return per_token(b, advantages(b, "reinforce_pp"))
 
 
 def gdpo(b, tokens=False, epsilon=1e-4, minus=1):
-    rewards = {"a": b.scores, "b": b.other}
+    rewards, terms = {"a": b.scores, "b": b.other}, [(1.0, "a", None), (0.5, "b", None)]
     if not tokens and epsilon == 1e-4:
-        return per_token(b, changed(b, "gdpo", {f"reward/{name}": x for name, x in rewards.items()},
-                                    [(1.0, "a", None), (0.5, "b", None)]))
+        batch = {f"reward/{name}": x for name, x in rewards.items()}
+        return per_token(b, advantages(b, "gdpo", batch=batch, terms=terms))
     each = [x.view(-1, G) for x in rewards.values()]
     mixed = sum(weight * ((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + epsilon))
                 for weight, x in zip((1.0, 0.5), each, strict=True)).flatten()
@@ -228,36 +220,15 @@ def gdpo(b, tokens=False, epsilon=1e-4, minus=1):
     return per_token(b, (mixed - mixed.mean()) / (mixed.std() + epsilon))
 
 
-def maxrl(b, epsilon=1e-4):
-    b = types.SimpleNamespace(**vars(b) | dict(scores=b.right))
-    means = b.right.view(-1, G).mean(1).repeat_interleave(G)
-    return per_token(b, changed(b, "maxrl") * (means + 1e-4) / (means + epsilon))
-
-
-def opo(b):
-    return per_token(b, changed(b, "opo"))
-
-
-def pass_at_k(b):
-    return per_token(b, changed(b, "pass_at_k"))
-
-
 # losses of a response -----------------------------------------------------------------------------
 
-def aggregation(kind, counted=True):
-    def total(b, empty=False):
-        weights = groups.token_weights(b.mask, kind, 2 * T)
-        if empty:  # rows without tokens count
-            weights = weights * b.mask.any(1).double().mean()
-        return graded(lambda x: (x * weights)[b.mask].sum(), b)
-    return total
-
-
-def token_sum(b, empty=False):
-    found = page("grpo.py", "token_sum").lines("weights = ", "weights = ", counted=b.mask,
-                                                       index=torch.arange(len(b.mask)))
+def aggregation(b, kind="", empty=False):
+    """kind "": of recipes/token_sum.diff. empty: rows without tokens count."""
+    weights = groups.token_weights(b.mask, kind, 2 * T) if kind else page(
+        "grpo.py", "token_sum").lines("weights = ", "weights = ", counted=b.mask,
+                                      index=torch.arange(len(b.mask))).weights
     share = b.mask.any(1).double().mean() if empty else 1
-    return graded(lambda x: (x * found.weights * share)[b.mask].sum(), b)
+    return graded(lambda x: (x * weights * share)[b.mask].sum(), b)
 
 
 def prompt_mean(b):
@@ -286,26 +257,11 @@ def grpo_loss(b, recipe="", kind="token-mean", low=LOW, high=HIGH, clamp=None, m
     return graded(total, b)
 
 
-def gspo(b, kind="seq-mean-token-mean"):
-    return grpo_loss(b, kind=kind, loss_type="gspo")
-
-
-def cispo(b):
-    return grpo_loss(b, loss_type="cispo", low=1.0)
-
-
-def sapo(b, kind="seq-mean-token-mean", clamp=None):
-    return grpo_loss(b, "sapo", kind, clamp=clamp, loss_type="sapo")
-
-
 def gspo_weighted(b, own=False):
     """GSPO with importance_cap; own: each token keeps its weight. The loss is the same."""
-    found = grpo_loss(b, kind="seq-mean-token-mean", loss_type="gspo", importance_cap=CAP)
-    return torch.cat([found[:1], gspo(b)[1:] * importance(b)]) if own else found
-
-
-def gmpo(b, empty=False):
-    return grpo_loss(b, "gmpo", "seq-mean-token-mean", 0.4, 0.4, loss_type="gmpo")
+    how = dict(kind=ROWS_MEAN, loss_type="gspo")
+    found = grpo_loss(b, **how, importance_cap=CAP)
+    return torch.cat([found[:1], grpo_loss(b, **how)[1:] * importance(b)]) if own else found
 
 
 def covariance(b, recipe, name, numbers=()):
@@ -318,23 +274,14 @@ def covariance(b, recipe, name, numbers=()):
     return grpo_loss(b, recipe, high=LOW, more={name: batch[name]})
 
 
-def kl_cov(b):
-    return covariance(b, "kl_cov", "pays")
-
-
 def clip_cov(b):
     """With all in the range drawn. The gradient alone: verl's loss also has what PPO clips."""
     return covariance(b, "clip_cov", "stays", (("0.0002 *", "1.0 *"),))[1:]
 
 
-def importance(b):
+def importance(b, recipe=""):
     mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
-    return formulas.importance_weights(mb, CAP)[b.mask]
-
-
-def response_weight(b):
-    mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
-    return page("formulas.py", "response_weight").importance_weights(mb, CAP)[b.mask]
+    return page("formulas.py", recipe).importance_weights(mb, CAP)[b.mask]
 
 
 # the rest -----------------------------------------------------------------------------------------
@@ -359,36 +306,42 @@ def dpo(b):
 ROWS = {
     "GAE, with gaps": (gae, "gae.py: compute_gae", "1506.02438, eq. 16"),
     "whitening": (whiten, "formulas.py: masked_whiten", "2403.17031, detail 25"),
-    "k1": (kl("k1"), "formulas.py: kl_estimate", "joschu.net/blog/kl-approx.html"),
-    "k2": (kl("k2"), "the same", "the same"),
-    "k3": (kl("k3"), "the same", "the same"),
+    "k1": (kl, "formulas.py: kl_estimate", "joschu.net/blog/kl-approx.html"),
+    "k2": (partial(kl, kind="k2"), "the same", "the same"),
+    "k3": (partial(kl, kind="k3"), "the same", "the same"),
     "clipped loss": (clip, "ppo.py, grpo.py", "1707.06347, eq. 7"),
-    "dual clip": (dual_clip, "recipes/dual_clip.diff", "1912.09729, eq. 5"),
+    "dual clip": (partial(clip, dual=True), "recipes/dual_clip.diff", "1912.09729, eq. 5"),
     "value loss": (value_loss, "ppo.py", "2403.17031"),
     "KL controller": (kl_controller, "recipes/kl_controller.diff", "1909.08593, 2.2"),
     "GRPO": (grpo, "groups.py: group_advantages", "2402.03300, 4.1.2"),
-    "Dr. GRPO": (dr_grpo, "the same", "2503.20783, 3.2"),
-    "RLOO": (rloo, "the same", "2402.14740, eq. 7"),
+    "Dr. GRPO": (of_groups("", "none"), "the same", "2503.20783, 3.2"),
+    "RLOO": (of_groups("", "none", "others"), "the same", "2402.14740, eq. 7"),
     "REINFORCE++": (reinforce, "gae.py, values of 0; formulas.py", "2501.03262"),
     "REINFORCE++ baseline": (reinforce_baseline, "recipes/reinforce_pp.diff", "2501.03262"),
     "GDPO": (gdpo, "recipes/gdpo.diff", "2601.05242"),
     "MaxRL": (maxrl, "recipes/maxrl.diff", "2602.02710"),
-    "OPO": (opo, "recipes/opo.diff", "2505.23585"),
-    "pass@k": (pass_at_k, "recipes/pass_at_k.diff", "2503.19595"),
-    "token-mean": (aggregation("token-mean"), "groups.py: token_weights", "see there"),
-    "seq-mean-token-mean": (aggregation("seq-mean-token-mean"), "the same", "2402.03300, eq. 3"),
-    "seq-mean-token-sum-norm": (aggregation("seq-mean-token-sum-norm"), "the same",
+    "OPO": (of_groups("opo"), "recipes/opo.diff", "2505.23585"),
+    "pass@k": (of_groups("pass_at_k"), "recipes/pass_at_k.diff", "2503.19595"),
+    "token-mean": (partial(aggregation, kind="token-mean"), "groups.py: token_weights",
+                   "see there"),
+    ROWS_MEAN: (partial(aggregation, kind=ROWS_MEAN), "the same", "2402.03300, eq. 3"),
+    "seq-mean-token-sum-norm": (partial(aggregation, kind="seq-mean-token-sum-norm"), "the same",
                                 "2503.20783, listing 1"),
-    "seq-mean-token-sum": (token_sum, "recipes/token_sum.diff", ""),
+    "seq-mean-token-sum": (aggregation, "recipes/token_sum.diff", ""),
     "prompt mean": (prompt_mean, "recipes/every_prompt.diff", "2503.14476, eq. 12"),
-    "GSPO": (gspo, "grpo.py; groups.py", "2507.18071, eq. 5 to 7"),
-    "CISPO": (cispo, "grpo.py", "2506.13585, eq. 4, 5"),
-    "SAPO": (sapo, "recipes/sapo.diff", "2511.20347"),
-    "GMPO": (gmpo, "recipes/gmpo.diff", "2507.20673"),
-    "KL-Cov": (kl_cov, "recipes/kl_cov.diff", "2505.22617"),
+    "GSPO": (partial(grpo_loss, kind=ROWS_MEAN, loss_type="gspo"), "grpo.py; groups.py",
+             "2507.18071, eq. 5 to 7"),
+    "CISPO": (partial(grpo_loss, loss_type="cispo", low=1.0), "grpo.py", "2506.13585, eq. 4, 5"),
+    "SAPO": (partial(grpo_loss, recipe="sapo", kind=ROWS_MEAN, loss_type="sapo"),
+             "recipes/sapo.diff", "2511.20347"),
+    "GMPO": (partial(grpo_loss, recipe="gmpo", kind=ROWS_MEAN, low=0.4, high=0.4, loss_type="gmpo"),
+             "recipes/gmpo.diff", "2507.20673"),
+    "KL-Cov": (partial(covariance, recipe="kl_cov", name="pays"), "recipes/kl_cov.diff",
+               "2505.22617"),
     "Clip-Cov": (clip_cov, "recipes/clip_cov.diff", "2505.22617"),
     "importance weights": (importance, "formulas.py: importance_weights", "Yao et al., 2025"),
-    "one for a response": (response_weight, "recipes/response_weight.diff", "the same"),
+    "one for a response": (partial(importance, recipe="response_weight"),
+                           "recipes/response_weight.diff", "the same"),
     "GSPO, with weights": (gspo_weighted, "grpo.py", "the same"),
     "DAPO's length": (length, "grading/forms.py", "2503.14476, eq. 13"),
     "pair loss": (pair_loss, "rm.py: preference_loss", "2009.01325, 3.4"),

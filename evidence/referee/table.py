@@ -111,7 +111,8 @@ for name, (package, version, function) in TRAINERS.items():
     except AttributeError as e:  # another version of it
         say(f"{column}: {e}")
         continue
-    for row, (adapter, *choices) in adapters.items():
+    for row, cell in adapters.items():
+        adapter, *choices = cell if isinstance(cell, tuple) else (cell,)
         try:
             cells[row, column] = compare(row, adapter, choices)
         except AttributeError as e:

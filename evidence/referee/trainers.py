@@ -1,6 +1,6 @@
 """
-What other trainers compute: a function of a wheel (cut.py) for each, which returns {formula: (what
-it computes of a batch, the names of the choices by which that differs from quartet)}.
+What other trainers compute: a function of a wheel (cut.py) for each, which returns {formula: what
+it computes of a batch}, or with the names of the choices by which that differs from quartet.
 """
 from types import SimpleNamespace as Given
 
@@ -28,8 +28,6 @@ CHOICES = {
                    "V = 0 as its next state (1506.02438, eq. 16), and lam fades over it"),
     "reads padding": (dict(steps="all"), "rewards and values of padding and gaps are in the sums: "
                       "right if the caller has set them to 0, and there are no gaps (the same)"),
-    "one step more": (dict(steps="one more"), "the episode ends one token behind the response, and "
-                      "there it has a value"),
     "cut: + value": (dict(cut=True), "a response that fills its row gets the value behind it; in "
                      "quartet that is 0"),
     "gap resets": (dict(resets=True), "what follows a gap is not in the returns before it; the "
@@ -41,14 +39,25 @@ CHOICES = {
                     "gradient (2507.18071, 4.3); in quartet it has the mean of its response's")}
 
 
-def at(b, x):
-    return x[b.mask]
+def tokens(of):
+    """The numbers (B, T) that of(batch) gives, at the tokens."""
+    return lambda b: of(b)[b.mask]
+
+
+def rows(of):
+    """The numbers (B,) that of(batch) gives, at each token of their rows."""
+    return lambda b: per_token(b, of(b))
+
+
+def loss(of, at="logprobs"):
+    """The loss of(batch, x) and its gradient: x takes the place of the tensor b.AT."""
+    return lambda b: graded(lambda x: of(b, x), b, at)
 
 
 def each(kinds, kl, *choices):
     """Estimates of the KL, by a function of (log-probs, the reference's, kind)."""
     def mean(kind):
-        return lambda b: graded(lambda x: at(b, kl(x, b.ref, kind)).double().mean(), b)
+        return loss(lambda b, x: kl(x, b.ref, kind)[b.mask].double().mean())
 
     return {kind: (mean(kind), *choices) for kind in kinds.split()}
 
@@ -70,7 +79,7 @@ def verl(w):
     c, f = w["verl/trainer/ppo/core_algos.py"], w["verl/utils/torch_functional.py"]
 
     def advantage(name, **keys):
-        return lambda b: at(b, getattr(c, f"compute_{name}_outcome_advantage")(
+        return tokens(lambda b: getattr(c, f"compute_{name}_outcome_advantage")(
             b.last * b.scores[:, None], b.m, index=b.index, **keys)[0])
 
     def policy(name, kind="token-mean", low=LOW, high=HIGH, weighted=False):
@@ -79,23 +88,20 @@ def verl(w):
         config = Given(clip_ratio=EPS, clip_ratio_low=low, clip_ratio_high=high, tau_pos=1.0,
                        tau_neg=1.05, global_batch_info={}, policy_loss=cov,
                        get=lambda key, default: 3.0)
-
-        def loss(b, x):
-            weights = back(b, weight("token")(b)) if weighted else None
-            return getattr(c, f"compute_policy_loss_{name}")(
-                b.old, x, b.advantages, b.m, kind, config, weights)
-        return lambda b: graded(lambda x: loss(b, x)[0], b)
+        return loss(lambda b, x: getattr(c, f"compute_policy_loss_{name}")(
+            b.old, x, b.advantages, b.m, kind, config,
+            back(b, weight("token")(b)) if weighted else None)[0])
 
     def weight(level):
         module = w["verl/trainer/ppo/rollout_corr_helper.py"]
-        return lambda b: at(b, module.compute_rollout_correction_weights(
+        return tokens(lambda b: module.compute_rollout_correction_weights(
             b.old - b.sampler, b.m, level, CAP)[0])
 
     def gdpo(b):
-        return at(b, c.compute_gdpo_outcome_advantage(
+        return c.compute_gdpo_outcome_advantage(
             b.last, b.m, b.index, config=dict(gdpo_reward_keys="ab", gdpo_reward_weights=[1, 0.5]),
             batch=dict(prompts=torch.zeros(1, 0), attention_mask=b.span),
-            non_tensor_batch=dict(a=b.scores.numpy(), b=b.other.numpy()))[0])
+            non_tensor_batch=dict(a=b.scores.numpy(), b=b.other.numpy()))[0]
 
     def length(b):
         buffer = Given(enable=True, len=20, penalty_factor=1.0, log=False)
@@ -104,38 +110,38 @@ def verl(w):
             self=Given(max_resp_len=100, overlong_buffer_cfg=buffer)).reward for n in STEPS])
 
     def mean(kind, **keys):
-        return lambda b: graded(lambda x: c.agg_loss(x, b.m, kind, **keys), b)
+        return loss(lambda b, x: c.agg_loss(x, b.m, kind, **keys))
 
     return {
         # it whitens the advantages, but not the returns
-        "GAE, with gaps": (lambda b: at(b, c.compute_gae_advantage_return(
-            b.rewards, b.values, b.m, GAMMA, LAM)[1] - b.values),),
-        "whitening": (lambda b: at(b, f.masked_whiten(b.rewards, b.m)), "n - 1"),
+        "GAE, with gaps": tokens(lambda b: c.compute_gae_advantage_return(
+            b.rewards, b.values, b.m, GAMMA, LAM)[1] - b.values),
+        "whitening": (tokens(lambda b: f.masked_whiten(b.rewards, b.m)), "n - 1"),
         **each("k1 k2", lambda *x: c.kl_penalty(*x)),
         **each("k3", lambda *x: c.kl_penalty(*x), "KL <= 10"),
         "clipped loss": (policy("vanilla", high=LOW), "dual clip 3"),
         "dual clip": (policy("vanilla", high=LOW), "ratio < e^20"),
-        "value loss": (lambda b: graded(lambda x: c.compute_value_loss(
-            x, b.rewards, b.old_values, b.m, EPS)[0], b, "values"),),
+        "value loss": loss(lambda b, x: c.compute_value_loss(
+            x, b.rewards, b.old_values, b.m, EPS)[0], "values"),
         "KL controller": (lambda b: moved(c.AdaptiveKLController), "no cap"),
-        "GRPO": (advantage("grpo"), "eps 1e-6"), "RLOO": (advantage("rloo"),),
-        "Dr. GRPO": (advantage("grpo", norm_adv_by_std_in_grpo=False),),
-        "REINFORCE++": (lambda b: at(b, c.compute_reinforce_plus_plus_outcome_advantage(
+        "GRPO": (advantage("grpo"), "eps 1e-6"), "RLOO": advantage("rloo"),
+        "Dr. GRPO": advantage("grpo", norm_adv_by_std_in_grpo=False),
+        "REINFORCE++": (tokens(lambda b: c.compute_reinforce_plus_plus_outcome_advantage(
             b.rewards * b.m, b.m, Given(gamma=1.0))[0]), "n - 1"),
         "REINFORCE++ baseline": (advantage("reinforce_plus_plus_baseline"), "by tokens", "n - 1"),
-        "GDPO": (gdpo, "by tokens", "eps 1e-6", "n - 1"),
-        "token-mean": (mean("token-mean"),), "seq-mean-token-mean": (mean("seq-mean-token-mean"),),
-        "seq-mean-token-sum-norm": (lambda b: mean(
-            "seq-mean-token-sum-norm", loss_scale_factor=2 * T, global_batch_size=len(b.m))(b),),
-        "GSPO": (policy("gspo", "seq-mean-token-mean"),), "CISPO": (policy("cispo", low=1.0),),
-        "SAPO": (policy("sapo"), "ratio < e^20"), "DAPO's length": (length,),
-        "importance weights": (weight("token"),), "one for a response": (weight("sequence"),),
+        "GDPO": (tokens(gdpo), "by tokens", "eps 1e-6", "n - 1"),
+        "token-mean": mean("token-mean"), "seq-mean-token-mean": mean("seq-mean-token-mean"),
+        "seq-mean-token-sum-norm": lambda b: mean(
+            "seq-mean-token-sum-norm", loss_scale_factor=2 * T, global_batch_size=len(b.m))(b),
+        "GSPO": policy("gspo", "seq-mean-token-mean"), "CISPO": policy("cispo", low=1.0),
+        "SAPO": (policy("sapo"), "ratio < e^20"), "DAPO's length": length,
+        "importance weights": weight("token"), "one for a response": weight("sequence"),
         "GSPO, with weights": (policy("gspo", "seq-mean-token-mean", weighted=True),
                                "own weights"),
-        "OPO": (advantage("opo"),), "GMPO": (policy("geo_mean", low=0.4, high=0.4),),
-        "pass@k": (advantage("grpo_passk", config=dict(norm_adv_by_std_in_grpo=False)),),
-        "KL-Cov": (policy("kl_cov"),), "Clip-Cov": (lambda b: policy("clip_cov", high=LOW)(b)[1:],),
-        "seq-mean-token-sum": (mean("seq-mean-token-sum"),)}
+        "OPO": advantage("opo"), "GMPO": policy("geo_mean", low=0.4, high=0.4),
+        "pass@k": advantage("grpo_passk", config=dict(norm_adv_by_std_in_grpo=False)),
+        "KL-Cov": policy("kl_cov"), "Clip-Cov": lambda b: policy("clip_cov", high=LOW)(b)[1:],
+        "seq-mean-token-sum": mean("seq-mean-token-sum")}
 
 
 def openrlhf(w):
@@ -146,30 +152,32 @@ def openrlhf(w):
     def advantage(name):
         args = Given(algo=Given(advantage=Given(estimator=name)),
                      rollout=Given(n_samples_per_prompt=G))
-        return lambda b: per_token(b, maker.lines(
+        return rows(lambda b: maker.lines(
             "if args.algo.advantage.estimator == 'rloo'", "if args.", args=args,
             rewards=b.scores.view(-1, G)).rewards.flatten())
 
-    def white(b, x):
-        begin = "if args.algo.advantage.estimator in ['gae', 'reinforce', 'reinforce_b"
-        args = Given(algo=Given(advantage=Given(estimator="gae", no_std_norm=False)))
-        one = Given(advantages=x, action_mask=b.mask)
-        maker.lines(begin, begin, args=args, experiences=[one])
-        return at(b, one.advantages)
+    def white(of):
+        def advantages(b):
+            begin = "if args.algo.advantage.estimator in ['gae', 'reinforce', 'reinforce_b"
+            args = Given(algo=Given(advantage=Given(estimator="gae", no_std_norm=False)))
+            one = Given(advantages=of(b), action_mask=b.mask)
+            maker.lines(begin, begin, args=args, experiences=[one])
+            return one.advantages
+        return tokens(advantages)
 
     def method(name, *args):
         return maker.method(f"RemoteExperienceMaker.{name}")(None, *args)
 
-    def policy(b, **keys):
-        made = m.PolicyLoss(**dict(clip_eps_high=LOW) | keys)
-        return graded(lambda x: made(x, b.old, b.advantages, b.m)[0], b)
+    def policy(**keys):
+        return loss(lambda b, x: m.PolicyLoss(**dict(clip_eps_high=LOW) | keys)(
+            x, b.old, b.advantages, b.m)[0])
 
     def weights(b):  # by the gradient of a ratio of 1 with an advantage of -1
         made = m.PolicyLoss(is_correction_level="token", is_correction_mode="clip",
                             is_correction_threshold=(0.0, CAP))
         x = b.old.clone().requires_grad_()
         made(x, b.old, -torch.ones_like(x), b.m, b.sampler)[0].backward()
-        return at(b, x.grad) * b.mask.sum()
+        return x.grad * b.mask.sum()
 
     def length(b):
         made = Given(response_length=torch.tensor(STEPS), rewards=torch.zeros(5))
@@ -177,28 +185,28 @@ def openrlhf(w):
         return made.rewards
 
     return {
-        "GAE, with gaps": (lambda b: at(b, method(
+        "GAE, with gaps": (tokens(lambda b: method(
             "get_advantages_and_returns", b.values, b.rewards, b.m, GAMMA, LAM)[0]), "gaps are 0"),
-        "whitening": (lambda b: white(b, b.rewards),),
+        "whitening": white(lambda b: b.rewards),
         **each("k1 k2 k3", lambda x, ref, kind: u.compute_approx_kl(x, ref, kl_estimator=kind),
                "KL <= 10"),
-        "clipped loss": (policy, "ratio < e^20"),
-        "dual clip": (lambda b: policy(b, dual_clip=3.0), "ratio < e^20"),
-        "value loss": (lambda b: graded(lambda x: m.ValueLoss(EPS)(
-            x, b.old_values, b.rewards, b.m), b, "values"),),
+        "clipped loss": (policy(), "ratio < e^20"),
+        "dual clip": (policy(dual_clip=3.0), "ratio < e^20"),
+        "value loss": loss(lambda b, x: m.ValueLoss(EPS)(
+            x, b.old_values, b.rewards, b.m), "values"),
         "KL controller": (lambda b: moved(w[folder + "kl_controller.py"].AdaptiveKLController),
                           "no cap"),
-        "GRPO": (advantage("group_norm"), "eps 1e-9"), "Dr. GRPO": (advantage("dr_grpo"),),
-        "RLOO": (advantage("rloo"),),
-        "REINFORCE++": (lambda b: white(b, method("get_cumulative_returns", b.rewards, b.m, 1.0)),),
-        "REINFORCE++ baseline": (lambda b: white(b, back(b, advantage("reinforce_baseline")(b))),
-                               "by tokens"),
-        "token-mean": (lambda b: graded(lambda x: m.aggregate_loss(x, b.m), b),),
-        "seq-mean-token-mean": (lambda b: graded(lambda x: m.aggregate_loss(x, b.m, False), b),),
-        "GSPO": (lambda b: policy(b, clip_eps_high=HIGH, policy_loss_type="gspo"),),
-        "importance weights": (weights,), "DAPO's length": (length,),
-        "pair loss": (lambda b: m.PairWiseLoss()(b.pairs[:, 0], b.pairs[:, 1]),),
-        "DPO": (lambda b: m.DPOLoss(BETA)(*b.pairs.T)[0],)}
+        "GRPO": (advantage("group_norm"), "eps 1e-9"), "Dr. GRPO": advantage("dr_grpo"),
+        "RLOO": advantage("rloo"),
+        "REINFORCE++": white(lambda b: method("get_cumulative_returns", b.rewards, b.m, 1.0)),
+        "REINFORCE++ baseline": (white(lambda b: back(b, advantage("reinforce_baseline")(b))),
+                                 "by tokens"),
+        "token-mean": loss(lambda b, x: m.aggregate_loss(x, b.m)),
+        "seq-mean-token-mean": loss(lambda b, x: m.aggregate_loss(x, b.m, False)),
+        "GSPO": policy(clip_eps_high=HIGH, policy_loss_type="gspo"),
+        "importance weights": tokens(weights), "DAPO's length": length,
+        "pair loss": lambda b: m.PairWiseLoss()(b.pairs[:, 0], b.pairs[:, 1]),
+        "DPO": lambda b: m.DPOLoss(BETA)(*b.pairs.T)[0]}
 
 
 def skyrl(w):
@@ -206,13 +214,13 @@ def skyrl(w):
     p = w[folder + "ppo_utils.py"]
 
     def advantage(name, **keys):
-        return lambda b: at(b, getattr(p, f"compute_{name}advantage")(
+        return tokens(lambda b: getattr(p, f"compute_{name}advantage")(
             token_level_rewards=b.last * (b.scores if name != "maxrl_" else b.right)[:, None],
             response_mask=b.m, index=b.index, **keys)[0])
 
     def weight(level):
         caps = Given(token_tis_ratio_clip_high=CAP, sequence_tis_ratio_clip_high=CAP)
-        return lambda b: at(b, w[folder + "off_policy_correction_utils.py"].compute_tis_ratio(
+        return tokens(lambda b: w[folder + "off_policy_correction_utils.py"].compute_tis_ratio(
             b.old, b.sampler, b.m, level, caps)[0].expand_as(b.m))
 
     def scaled(b, x, kind):  # it divides advantages, and then adds up losses
@@ -220,43 +228,38 @@ def skyrl(w):
             x.clone(), b.m, kind, 1, 2 * T, [(i, i + G) for i in range(0, len(b.m), G)])
 
     def mean(kind):
-        return lambda b: graded(lambda x: p.reduce_loss(
-            x * scaled(b, torch.ones_like(b.m), kind), b.m), b)
+        return loss(lambda b, x: p.reduce_loss(x * scaled(b, torch.ones_like(b.m), kind), b.m))
 
     def policy(name, kind="token_mean", high=HIGH, regular="regular"):
         config = Given(eps_clip_low=LOW, eps_clip_high=high, policy_loss_type=regular,
                        clip_ratio_c=3.0, loss_reduction="sequence_mean",
                        sapo=Given(tau_pos=1.0, tau_neg=1.05), off_policy_correction=None,
                        cispo=Given(cispo_eps_clip_low=1.0, cispo_eps_clip_high=HIGH))
-
-        def loss(b, x):
-            return getattr(p, name)(x, b.old, scaled(b, b.advantages, kind), config, b.m)
-        return lambda b: graded(lambda x: loss(b, x)[0], b)
+        return loss(lambda b, x: getattr(p, name)(
+            x, b.old, scaled(b, b.advantages, kind), config, b.m)[0])
 
     return {
-        "GAE, with gaps": (lambda b: at(b, p.compute_gae_advantage_return(
+        "GAE, with gaps": (tokens(lambda b: p.compute_gae_advantage_return(
             b.rewards, b.values, b.m, GAMMA, LAM)[1] - b.values), "reads padding"),
-        "whitening": (lambda b: at(b, p.masked_whiten(b.rewards, b.m)), "n - 1"),
+        "whitening": (tokens(lambda b: p.masked_whiten(b.rewards, b.m)), "n - 1"),
         **each("k1 k2", lambda x, ref, kind: p.compute_approx_kl(x, ref, None, kind)),
         **each("k3", lambda x, ref, kind: p.compute_approx_kl(x, ref, None, kind), "KL <= 10"),
         "clipped loss": (policy("ppo_policy_loss", high=LOW), "ratio < e^20"),
         "dual clip": (policy("ppo_policy_loss", high=LOW, regular="dual_clip"), "ratio < e^20"),
-        "value loss": (lambda b: graded(lambda x: p.ppo_critic_loss(
-            x, b.old_values, b.rewards, Given(value_clip=EPS), b.m)[0], b, "values"),
-            "mean of rows"),
+        "value loss": (loss(lambda b, x: p.ppo_critic_loss(
+            x, b.old_values, b.rewards, Given(value_clip=EPS), b.m)[0], "values"), "mean of rows"),
         "KL controller": (lambda b: moved(p.AdaptiveKLController), "no cap"),
-        "GRPO": (advantage("grpo_outcome_"), "eps 1e-6"), "RLOO": (advantage("rloo_outcome_"),),
-        "Dr. GRPO": (advantage("grpo_outcome_", grpo_norm_by_std=False),),
-        "REINFORCE++": (lambda b: at(b, p.compute_reinforce_plus_plus_outcome_advantage(
+        "GRPO": (advantage("grpo_outcome_"), "eps 1e-6"), "RLOO": advantage("rloo_outcome_"),
+        "Dr. GRPO": advantage("grpo_outcome_", grpo_norm_by_std=False),
+        "REINFORCE++": (tokens(lambda b: p.compute_reinforce_plus_plus_outcome_advantage(
             b.rewards * b.m, b.m, 1.0)[0]), "n - 1", "gap resets"),
-        "MaxRL": (advantage("maxrl_"), "eps 1e-6"), "token-mean": (mean("token_mean"),),
+        "MaxRL": (advantage("maxrl_"), "eps 1e-6"), "token-mean": mean("token_mean"),
         "seq-mean-token-mean": (mean("sequence_mean"), "empty rows"),
-        "seq-mean-token-sum-norm": (mean("seq_mean_token_sum_norm"),),
-        "prompt mean": (mean("prompt_mean"),),
-        "GSPO": (policy("gspo_policy_loss", "sequence_mean"),),
-        "CISPO": (policy("compute_policy_loss_cispo"),),
+        "seq-mean-token-sum-norm": mean("seq_mean_token_sum_norm"),
+        "prompt mean": mean("prompt_mean"), "GSPO": policy("gspo_policy_loss", "sequence_mean"),
+        "CISPO": policy("compute_policy_loss_cispo"),
         "SAPO": (policy("sapo_policy_loss", "sequence_mean"), "ratio < e^20"),
-        "importance weights": (weight("token"),), "one for a response": (weight("sequence"),)}
+        "importance weights": weight("token"), "one for a response": weight("sequence")}
 
 
 def areal(w):
@@ -267,54 +270,52 @@ def areal(w):
                                         std_unbiased=True, group_size=size, eps=1e-5))
 
     def advantage(**keys):
-        return lambda b: per_token(b, norm(**keys)(b.scores))
+        return rows(lambda b: norm(**keys)(b.scores))
 
     def gae(b):
         wide = [torch.cat([x, b.old_values[:, :1]], 1) for x in (b.rewards, b.values, b.m)]
-        found = w["areal/trainer/ppo/actor.py"].lines(
+        return w["areal/trainer/ppo/actor.py"].lines(
             "advantages_reversed = ", "advantages = ", rewards=wide[0], values=wide[1],
             loss_mask=wide[2], bs=len(b.m), max_seqlen=T + 1, seq_no_eos_mask=b.mask[:, -1],
-            self=Given(discount=GAMMA, gae_lambda=LAM))
-        return at(b, found.advantages[:, :T])
+            self=Given(discount=GAMMA, gae_lambda=LAM)).advantages[:, :T]
 
-    def policy(b, **keys):
-        return graded(lambda x: f.ppo_actor_loss_fn(
-            x, b.old, b.old, b.advantages, EPS, b.mask, **keys)[0], b)
+    def policy(**keys):
+        return loss(lambda b, x: f.ppo_actor_loss_fn(
+            x, b.old, b.old, b.advantages, EPS, b.mask, **keys)[0])
 
     return {
-        "GAE, with gaps": (gae, "cut: + value"),
-        "whitening": (lambda b: at(b, norm("batch", "batch", 1)(b.rewards, b.m)),
+        "GAE, with gaps": (tokens(gae), "cut: + value"),
+        "whitening": (tokens(lambda b: norm("batch", "batch", 1)(b.rewards, b.m)),
                       "n - 1", "std + 1e-5"),
         **each("k1 k2 k3", lambda *x: data.KLEstimator._compute_approx_kl(*x), "KL <= 10"),
-        "clipped loss": (policy,), "dual clip": (lambda b: policy(b, c_clip=3.0),),
-        "value loss": (lambda b: graded(lambda x: f.ppo_critic_loss_fn(
-            x, b.old_values, b.rewards, EPS, b.mask)[0], b, "values"),),
-        "GRPO": (advantage(std="group"), "eps 1e-5"), "Dr. GRPO": (advantage(),),
-        "RLOO": (advantage(others=True),),
-        "GSPO": (lambda b: policy(b, eps_clip_higher=HIGH, importance_sampling_level="sequence"),
-                 "token-mean"),
-        "SAPO": (lambda b: graded(lambda x: f.sapo_loss_fn(
-            x, b.old, b.advantages, 1.0, 1.05, b.mask)[0], b), "token-mean"),
-        "importance weights": (lambda b: at(b, f.apply_rejection_sampling(
+        "clipped loss": policy(), "dual clip": policy(c_clip=3.0),
+        "value loss": loss(lambda b, x: f.ppo_critic_loss_fn(
+            x, b.old_values, b.rewards, EPS, b.mask)[0], "values"),
+        "GRPO": (advantage(std="group"), "eps 1e-5"), "Dr. GRPO": advantage(),
+        "RLOO": advantage(others=True),
+        "GSPO": (policy(eps_clip_higher=HIGH, importance_sampling_level="sequence"), "token-mean"),
+        "SAPO": (loss(lambda b, x: f.sapo_loss_fn(
+            x, b.old, b.advantages, 1.0, 1.05, b.mask)[0]), "token-mean"),
+        "importance weights": tokens(lambda b: f.apply_rejection_sampling(
             b.old, b.sampler, b.mask, None, Given(metric="ratio", level="token", action="clamp",
-                                                  lower=None, upper=CAP)).behave_imp_weight),),
-        "DAPO's length": (lambda b: f.reward_overlong_penalty(
+                                                  lower=None, upper=CAP)).behave_imp_weight),
+        "DAPO's length": lambda b: f.reward_overlong_penalty(
             dict(rewards=torch.zeros(5), input_ids=torch.zeros(5, 1),
                  loss_mask=torch.arange(100) < torch.tensor(STEPS)[:, None]), 20, 1.0, 100
-        )["rewards"],),
-        "pair loss": (lambda b: w["areal/trainer/rw/rw_engine.py"].lines(
-            "loss = -", "loss = loss.mean", scores=b.pairs).loss,),
-        "DPO": (lambda b: f.dpo_preference_loss(b.margin, beta=BETA).mean(),)}
+        )["rewards"],
+        "pair loss": lambda b: w["areal/trainer/rw/rw_engine.py"].lines(
+            "loss = -", "loss = loss.mean", scores=b.pairs).loss,
+        "DPO": lambda b: f.dpo_preference_loss(b.margin, beta=BETA).mean()}
 
 
-def trl_losses(module):
-    """The losses of GRPOTrainer."""
+def trl(w):
+    trainer = w["trl/trainer/grpo_trainer.py"]
     last = "if self.loss_type in ['grpo', 'sapo']"
 
     def lines(b, kind, first="log_ratio = ", high=LOW, level="token", delta=None, weigh=False,
               **given):
         weights = (b.old - b.sampler).exp().clamp(max=CAP)
-        trainer = Given(
+        owner = Given(
             importance_sampling_level=level, loss_type=kind, epsilon_low=LOW, epsilon_high=high,
             beta=0.0, off_policy_mask_threshold=None, off_policy_sequence_mask_delta=None,
             use_vllm=weigh, vllm_importance_sampling_correction=True, tau_pos=1.0, tau_neg=1.05,
@@ -324,39 +325,24 @@ def trl_losses(module):
             _undo_gradient_accumulation_scaling=lambda loss: loss,
             args=Given(delta=delta, use_bias_correction_kl=False, steps_per_generation=1,
                        sapo_temperature_pos=1.0, sapo_temperature_neg=1.05))
-        tokens = b.mask.sum()
-        return module.lines(
-            first, last, self=trainer, old_per_token_logps=b.old, mask=b.m, completion_mask=b.m,
+        return trainer.lines(
+            first, last, self=owner, old_per_token_logps=b.old, mask=b.m, completion_mask=b.m,
             advantages=b.advantages, entropy_mask=None, per_token_kl=None, mode="train",
             rollout_is_weights=weights if weigh else None,
-            inputs=dict(num_items_in_batch=tokens, importance_sampling_ratio=weights),
-            grpo_batch=Given(num_items_in_batch=tokens),
+            inputs=dict(num_items_in_batch=b.mask.sum(), importance_sampling_ratio=weights),
+            grpo_batch=Given(num_items_in_batch=b.mask.sum()),
             WINDOW_NORMALIZED_LOSS_TYPES=("cispo", "dapo", "fipo"), **given).loss
 
     def policy(kind="dapo", **keys):
-        return lambda b: graded(lambda x: lines(b, kind, per_token_logps=x, **keys), b)
+        return loss(lambda b, x: lines(b, kind, per_token_logps=x, **keys))
 
     def mean(kind):
-        return lambda b: graded(lambda x: lines(b, kind, last, per_token_loss=x), b)
-
-    return {
-        "seq-mean-token-sum": (mean("luspo"), "empty rows"),
-        "clipped loss": (policy(),), "dual clip": (policy(delta=3.0),),
-        "token-mean": (mean("bnpo"),),
-        "seq-mean-token-mean": (mean("grpo"), "empty rows"),
-        "seq-mean-token-sum-norm": (mean("dr_grpo"),),
-        "GSPO, with weights": (policy("grpo", high=HIGH, level="sequence", weigh=True),),
-        "GSPO": (policy("grpo", high=HIGH, level="sequence"),),
-        "CISPO": (policy("cispo", high=1 + HIGH),), "SAPO": (policy("sapo"),)}
-
-
-def trl(w):
-    trainer = w["trl/trainer/grpo_trainer.py"]
+        return loss(lambda b, x: lines(b, kind, last, per_token_loss=x))
 
     def advantage(kind="sum_then_normalize", second=0.0, scale="group"):
         owner = Given(multi_objective_aggregation=kind, scale_rewards=scale, reward_funcs="ab",
                       reward_weights=torch.tensor([1.0, second]))
-        return lambda b: per_token(b, trainer.lines(
+        return rows(lambda b: trainer.lines(
             "if self.multi_objective_aggregation ==", "advantages = torch.nan_to_num",
             self=owner, num_generations=G, device="cpu", unscorable_mask=b.scores.isnan(),
             rewards_per_func=torch.stack([b.scores, b.other], 1)).advantages)
@@ -364,58 +350,41 @@ def trl(w):
     def weight(level):
         owner = Given(vllm_importance_sampling_mode=f"{level}_truncate",
                       vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=CAP)
-        return lambda b: at(b, trainer.lines(
+        return tokens(lambda b: trainer.lines(
             "mask = completion_mask", "if self.vllm_importance_sampling_mode in", self=owner,
             completion_mask=b.m, tool_mask=None, old_per_token_logps=b.old,
             sampling_per_token_logps=b.sampler).vllm_importance_sampling_ratio.expand_as(b.m))
 
-    return trl_losses(trainer) | {
+    return {
+        "seq-mean-token-sum": (mean("luspo"), "empty rows"),
+        "clipped loss": policy(), "dual clip": policy(delta=3.0), "token-mean": mean("bnpo"),
+        "seq-mean-token-mean": (mean("grpo"), "empty rows"),
+        "seq-mean-token-sum-norm": mean("dr_grpo"),
+        "GSPO, with weights": policy("grpo", high=HIGH, level="sequence", weigh=True),
+        "GSPO": policy("grpo", high=HIGH, level="sequence"),
+        "CISPO": policy("cispo", high=1 + HIGH), "SAPO": policy("sapo"),
         **each("k3", lambda x, ref, kind: trainer.lines(
             "per_token_kl = ", "per_token_kl = ", per_token_logps=x, ref_per_token_logps=ref
         ).per_token_kl),
-        "GRPO": (advantage(),), "Dr. GRPO": (advantage(scale="none"),),
-        "RLOO": (lambda b: per_token(b, w["trl/trainer/rloo_trainer.py"].lines(
+        "GRPO": advantage(), "Dr. GRPO": advantage(scale="none"),
+        "RLOO": rows(lambda b: w["trl/trainer/rloo_trainer.py"].lines(
             "grouped_rewards = ", "advantages = torch.nan_to_num", rewards=b.scores,
-            num_generations=G, self=Given(normalize_advantages=False)).advantages),),
-        "GDPO": (advantage("normalize_then_sum", 0.5),),
-        "importance weights": (weight("token"),), "one for a response": (weight("sequence"),),
-        "DAPO's length": (lambda b: torch.tensor(w[
+            num_generations=G, self=Given(normalize_advantages=False)).advantages),
+        "GDPO": advantage("normalize_then_sum", 0.5),
+        "importance weights": weight("token"), "one for a response": weight("sequence"),
+        "DAPO's length": lambda b: torch.tensor(w[
             "trl/rewards/other_rewards.py"]._SoftOverlongPunishment(100, 20)(
-            [[0] * n for n in STEPS])),),
-        "pair loss": (lambda b: w["trl/trainer/reward_trainer.py"].lines(
+            [[0] * n for n in STEPS])),
+        "pair loss": lambda b: w["trl/trainer/reward_trainer.py"].lines(
             "if 'margin' in inputs", "if 'margin'", inputs=(), rewards_chosen=b.pairs[:, 0],
-            rewards_rejected=b.pairs[:, 1]).loss,),
-        "DPO": (lambda b: w["trl/trainer/dpo_trainer.py"].lines(
+            rewards_rejected=b.pairs[:, 1]).loss,
+        "DPO": lambda b: w["trl/trainer/dpo_trainer.py"].lines(
             "if loss_type == 'sigmoid'", "if loss_type ==", loss_type="sigmoid",
-            self=Given(beta=BETA), delta_score=b.margin).per_sequence_loss.mean(),)}
-
-
-def trl_ppo(w):
-    p = w["trl/experimental/ppo/ppo_trainer.py"]
-    args = Given(gamma=GAMMA, lam=LAM, cliprange=EPS, cliprange_value=EPS, vf_coef=1.0)
-
-    def gae(b):
-        return at(b, p.lines(
-            "lastgaelam = ", "advantages = torch.stack", args=args, rewards=b.rewards * b.m,
-            values=b.values * b.longer, responses=b.mask).advantages)
-
-    def policy(b, x, values):
-        return p.lines(
-            "vpredclipped = ", "pg_loss = ", args=args, vpred=values, mb_values=b.old_values,
-            mb_return=b.rewards, new_logprobs=x, mb_logprobs=b.old, mb_advantage=b.advantages,
-            padding_mask=~b.mask, padding_mask_p1=~b.mask, micro_batch_inds=slice(None))
-
-    return {
-        "GAE, with gaps": (gae, "one step more"),
-        "whitening": (lambda b: at(b, p.masked_whiten(b.rewards, b.mask)), "n - 1"),
-        **each("k1 k3", lambda x, ref, kind: p.lines(
-            "logr = ", "kl = ", args=Given(kl_estimator=kind), ref_logprobs=ref, logprobs=x).kl),
-        "clipped loss": (lambda b: graded(lambda x: policy(b, x, b.values).pg_loss, b),),
-        "value loss": (lambda b: graded(lambda x: policy(b, b.old, x).vf_loss, b, "values"),)}
+            self=Given(beta=BETA), delta_score=b.margin).per_sequence_loss.mean()}
 
 
 # column: (its package, its version, its function)
 TRAINERS = {
     "verl": ("verl", "0.9.1", verl), "OpenRLHF": ("openrlhf", "0.11.2", openrlhf),
     "SkyRL": ("skyrl", "0.3.0", skyrl), "AReaL": ("areal", "1.0.4", areal),
-    "TRL": ("trl", "1.16.0", trl), "TRL's PPO": ("trl", "1.12.0", trl_ppo)}
+    "TRL": ("trl", "1.16.0", trl)}
