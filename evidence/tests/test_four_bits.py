@@ -2,12 +2,12 @@
 The trunk under LoRA in 4 bits, and AdamW with states of 8 bits (skipped where bitsandbytes does not
 work: pip install bitsandbytes); Adafactor, by hand.
 """
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import tiny
 from load import load, probe
 from model import Model
 from options.four_bits import in_full, quantize
@@ -15,8 +15,7 @@ from options.layers import layers_of
 from options.optimizers import other_optimizer
 from test_families import SIZES, random_model, save
 from test_model import CPU
-from tiny import keys_of_system
-
+from tiny import (assert_same_run, at, keys_of, keys_of_system, read_log, read_weights, run, well)
 
 try:
     import bitsandbytes
@@ -33,16 +32,13 @@ needs_four_bits = pytest.mark.skipif(bool(trouble), reason=trouble)
 @torch.no_grad()
 def test_maps_in_four_bits_compute_with_the_rounded_matrix():
     sizes = SIZES | dict(hidden_size=64, intermediate_size=128)
-    dense, small = (Model(random_model("llama", sizes)).requires_grad_(False) for _ in range(2))
-
-    def held(model):
-        return sum(p.numel() * p.element_size() for p in model.parameters())
-
-    before = held(small)
-    small = quantize(small, CPU, torch.float32)
+    dense, *others = (Model(random_model("llama", sizes)).requires_grad_(False) for _ in range(3))
+    small, in_16_bits = map(quantize, others, (CPU, CPU), (torch.float32, torch.bfloat16))
+    bytes_of_both = [sum(p.numel() * p.element_size() for p in model.parameters())
+                     for model in (dense, small)]
     matrices = sum(p.numel() for layer in layers_of(dense) for p in layer.parameters()
                    if p.dim() > 1)
-    assert before - held(small) == int(matrices * 3.5)  # 4 bytes became half of one
+    assert bytes_of_both[0] - bytes_of_both[1] == int(matrices * 3.5)  # 4 became half of one
     probe(small)
     for (name, p), q in zip(dense.hf.named_parameters(), small.hf.parameters(), strict=True):
         W = small.as_saved(name, q)
@@ -50,32 +46,27 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
             torch.equal(W, p) or 0 < (W - p).abs().max() < 0.2 * p.abs().max()), name
     linear, x = layers_of(small)[0].mlp.up_proj, torch.randn(3, 64)
     assert (linear(x) - x @ in_full(linear.weight).T).abs().max() < 1e-5
-    rounded = Model(random_model("llama", sizes)).requires_grad_(False)
-    rounded = layers_of(quantize(rounded, CPU, torch.bfloat16))[0].mlp.up_proj
     with torch.autocast("cpu", torch.bfloat16):  # a map gives what autocast's do
-        assert rounded(x).dtype == torch.bfloat16
+        assert layers_of(in_16_bits)[0].mlp.up_proj(x).dtype == torch.bfloat16
 
 
 @needs_four_bits
 def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
     """And saves the whole policy: the rounded trunk with its adapter."""
     save(tmp_path / "policy", "Qwen3")
-    keys = tiny.keys_of(world, "grpo.py", policy_path=f"{tmp_path}/policy", quantize="4bit",
-                        lora="2:4:q+v", optim="adamw8bit", dtype="float32", checkpoint_interval=1)
-    whole = tiny.well("grpo.py", tmp_path / "whole", keys)
-    tiny.well("grpo.py", tmp_path / "parts", keys | dict(max_iters=2))
-    parts = tiny.well("grpo.py", tmp_path / "parts", keys)
-    assert tiny.read_log(whole)[2] | {"eval": 0} == tiny.read_log(parts)[2] | {"eval": 0}
-    first, policies = tiny.read_log(whole)[0], []
+    keys = keys_of(world, "grpo.py", policy_path=f"{tmp_path}/policy", quantize="4bit",
+                   lora="2:4:q+v", optim="adamw8bit", dtype="float32", checkpoint_interval=1)
+    whole = well("grpo.py", tmp_path / "whole", keys)
+    run("grpo.py", tmp_path / "parts", keys, before=at(2, signal.SIGKILL))
+    parts = well("grpo.py", tmp_path / "parts", keys)
+    assert_same_run(whole, parts)
+    first = read_log(whole)[0]
     assert first["policy/ratio_gap"] == 0 == first["objective/kl"]
     assert first["policy/sampler_gap"] < 1e-4
-    for folder in (whole, parts):
-        policies.append(tiny.read_weights(f"{folder}/policy"))
-    assert all(torch.equal(t, policies[1][name]) for name, t in policies[0].items())
-    source = tiny.read_weights(tmp_path / "policy")
-    assert policies[0].keys() == source.keys()
+    source, trained = (read_weights(folder) for folder in (tmp_path / "policy", f"{whole}/policy"))
+    assert source.keys() == trained.keys()
     for name, t in source.items():
-        gap = (policies[0][name] - t).abs().max()
+        gap = (trained[name] - t).abs().max()
         assert gap < 0.4 * t.abs().max() and (gap > 0) == ("_proj" in name), name
     load(f"{whole}/policy", "policy", keys_of_system(), CPU)
 
