@@ -110,6 +110,14 @@ def well(script, folder, keys, **how):
     return f"{folder}/out"
 
 
+def said_by(program, folder, argv, **how):
+    """What a program prints that must come to its end. argv: a list, or keys. how: see Started."""
+    argv = typed(argv) if isinstance(argv, dict) else [*map(str, argv)]
+    result = Started(program, argv, str(folder), **how).wait()
+    assert set(result.codes) == {0} and "Traceback" not in "".join(result.err), result
+    return result.out[0]
+
+
 def assert_stopped(result, folder):
     """A run in a folder has left in order, before its end."""
     assert set(result.codes) == {0} and os.path.exists(f"{folder}/out/log.jsonl"), result

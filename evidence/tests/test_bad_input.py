@@ -104,6 +104,7 @@ grpo.py --max_refills=1 --refill_by=accuracy | refill_by
 sft.py --attn_implementation=flash_attention_2 | FlashAttention
 torchrun ppo.py --roles=train=1,generate=2 | roles; 2 rank
 sft.py --zero_stage=4 | zero_stage; 0, 1, 2 or 3
+sft.py --report_to=tensorbored | report_to; tensorboard
 sft.py --lora=many | lora
 sft.py --offload=policy=params | offload; policy
 sft.py --optim=adafactor --zero_stage=2 | policy; stage

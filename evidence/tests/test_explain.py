@@ -11,25 +11,31 @@ import re
 import shutil
 import signal
 import statistics
+from types import SimpleNamespace
 
 import by_hand
 import pytest
 import torch
-from tiny import Started, at, jsonl, keys_of, read_jsonl, run, typed, well, write
+from tiny import (Started, assert_one_line, at, jsonl, keys_of, read_jsonl, run, said_by, typed,
+                  well, write)
 
-import gae
 from checkpoint import hashes
 from configurator import write_json
 from errors import BadInput
-from prompts import Rows, batch_rows
+from tools.iteration import script_of
 from tools.runs import refuse_code
 
-ROOT = os.path.dirname(os.path.abspath(gae.__file__))
 DONE, BATCH = 2, 5  # iterations that the copy of the run has done; responses of one
 
 
 def explain(folder, **keys):
-    return Started("tools/explain.py", typed(keys), str(folder)).wait()
+    return said_by("tools/explain.py", folder, keys)
+
+
+def refused(folder, *words, **keys):
+    """The tool ends in one line, with these words."""
+    result = Started("tools/explain.py", typed(keys), str(folder)).wait()
+    assert_one_line(result, "explain.py", *words)
 
 
 @pytest.fixture(scope="module")
@@ -64,71 +70,64 @@ def table(text):
 
 
 def test_the_numbers_of_ppo(world, runs):
-    rows = Rows(world.rows["rl_train"])
-    prompt = rows[batch_rows(1, DONE, BATCH, rows)[0]]["prompt"]
-    before = files_of(runs)
-    result = explain(runs / "explain", run=f"{runs}/ppo/cut", prompt=prompt)
-    assert result.codes == [0], result
-    assert before == files_of(runs)  # the runs' folders are as they were
-    said, columns = result.out[0], table(result.out[0])
-    response = eval(re.search(r"^response  (.*)$", said, re.MULTILINE)[1])
-    numbers = {name: [float(x) for x in cells] for name, cells in columns.items()
-               if name not in ("#", "token", "clip")}
-    n, asked, out = len(columns["#"]), by_hand.encode(prompt), f"{runs}/ppo/out"
-
-    def near(name, expected, within=6e-4):
-        assert numbers[name] == pytest.approx(expected, abs=within), name
-        return expected
-
-    def logprobs_of(folder, ids):
-        with torch.no_grad():
-            found, _ = by_hand.logprobs_of(by_hand.language_model(folder), asked, ids, 0.8)
-        return [x.item() for x in found]
-
-    # the table calls every end EOS: which one was it?
-    ids, policy = next((ids, found) for end in by_hand.ENDS
-                       for ids in [(by_hand.encode(response) + [end])[:n]]
-                       for found in [logprobs_of(f"{out}/checkpoint-{DONE:06d}/policy", ids)]
-                       if found == pytest.approx(numbers["policy"], abs=6e-4))
-    reference = near("ref", logprobs_of(world.policy, ids))
-    new = near("new", logprobs_of(f"{out}/checkpoint-{DONE + 1:06d}/policy", ids))
-    KL = near("KL", [a - b for a, b in zip(policy, reference, strict=True)], 6e-5)
-    score = -1.0
-    if ids[-1] in by_hand.ENDS:
-        score = 9 * by_hand.scalars(by_hand.scalar_model(world.reward), asked + ids)[-1].item()
-    shaped = float(re.search(r"^shaped +(\S+),", said, re.MULTILINE)[1])
-    assert shaped == pytest.approx(score, abs=6e-4)
-    rewards = near("reward", [-0.3 * x + score * (i == n - 1) for i, x in enumerate(KL)], 6e-5)
-    unit = read_jsonl(f"{out}/log.jsonl")[DONE]["val/unit"]
-    value_model = by_hand.scalar_model(f"{out}/checkpoint-{DONE:06d}/value_model")
-    found = by_hand.scalars(value_model, asked + ids)[len(asked) - 1:-1]
-    values = near("value", [x.item() * unit for x in found])
+    """Those of the response in the first place of the batch that the run samples next."""
+    start = f"{runs}/ppo/out/checkpoint-{DONE:06d}"
+    c = SimpleNamespace(
+        seed=1, batch_size=BATCH, max_new_tokens=6, temperature=0.8, mix=[(9.0, "reward_model")],
+        reward_path=world.reward, missing_eos_penalty=1.0, kl_coef=0.3, kl_estimator="k1",
+        gamma=1.0, lam=0.95)
+    models = SimpleNamespace(
+        policy=by_hand.language_model(f"{start}/policy"), reward=by_hand.scalar_model(world.reward),
+        reference=by_hand.language_model(world.policy),
+        value=by_hand.scalar_model(f"{start}/value_model"))
+    rows = [world.rows["rl_train"][i]
+            for i in by_hand.prompts_of(c, DONE, BATCH, len(world.rows["rl_train"]))]
+    batch = [by_hand.respond(c, models, row, "rollout", DONE, i) for i, row in enumerate(rows)]
+    by_hand.finish_scores(c, batch)
+    unit = read_jsonl(f"{runs}/ppo/out/log.jsonl")[DONE]["val/unit"]
     assert unit != 1
-    raw, returns = by_hand.advantages_and_returns(rewards, values, 1.0, 0.95)
-    near("raw", raw)
-    near("ret", returns)
-    near("delta", by_hand.advantages_and_returns(rewards, values, 1.0, 0.0)[0])
-    white = numbers["white"]  # one shift and one scale for all tokens of the batch
-    scale = (white[0] - white[-1]) / (raw[0] - raw[-1])
-    near("white", [white[0] + scale * (x - raw[0]) for x in raw], 6e-3)
-    ratios = near("ratio", [math.exp(a - b) for a, b in zip(new, policy, strict=True)])
-    losses = [by_hand.clipped_surrogate(torch.tensor(x), a, 0.2, 0.2)
-              for a, x in zip(white, ratios, strict=True)]
-    near("loss", [by_hand.number(loss) for loss, _ in losses], 2e-3)
+    for r in batch:
+        r.unit = unit
+    by_hand.find_advantages(c, batch)
+
+    r, values = batch[0], [x * unit for x in batch[0].values]
+    delta, raw = (by_hand.advantages_and_returns(r.rewards, values, c.gamma, lam)[0]
+                  for lam in (0.0, c.lam))
+    behind = by_hand.language_model(f"{runs}/ppo/out/checkpoint-{DONE + 1:06d}/policy")
+    new, _ = by_hand.logprobs_of(behind, r.prompt, r.response, c.temperature)
+    ratios = [torch.exp(x - old) for x, old in zip(new, r.old, strict=True)]
+    losses = [by_hand.clipped_surrogate(ratio, a, 0.2, 0.2)
+              for ratio, a in zip(ratios, r.advantages, strict=True)]
+    wanted = dict(
+        policy=r.old, ref=r.reference, new=[x.item() for x in new], KL=by_hand.kls_of(c, r),
+        reward=r.rewards, value=values, delta=delta, raw=raw, white=r.advantages,
+        ret=[x * unit for x in r.returns], ratio=[x.item() for x in ratios],
+        loss=[by_hand.number(loss) for loss, _ in losses])
+
+    before = files_of(runs)
+    said = explain(runs / "explain", run=f"{runs}/ppo/cut", prompt=rows[0]["prompt"])
+    assert before == files_of(runs)  # the runs' folders are as they were
+    assert eval(re.search(r"(?m)^response  (.*)$", said)[1]) == r.text
+    assert float(re.search(r"(?m)^shaped +(\S+),", said)[1]) == pytest.approx(r.score, abs=6e-4)
+    columns = table(said)
+    assert columns.keys() == wanted.keys() | {"#", "token", "clip"}
+    for name, numbers in wanted.items():
+        within = 6e-5 if name in ("KL", "reward") else 6e-4
+        assert [*map(float, columns[name])] == pytest.approx(numbers, abs=within), name
     assert [x == "yes" for x in columns["clip"]] == [bool(bound) for _, bound in losses]
 
 
 def test_a_group_of_grpo(runs):
     """The answer comes from the command line; scores minus their mean, over their deviation."""
-    result = explain(runs / "explain", run=f"{runs}/grpo/out", prompt="12=", answer="ab", seed=3,
-                     trust_code=True)
-    assert result.codes == [0] and "the run is over" in result.out[0], result
-    first = result.out[0][result.out[0].index("# "):].split("\n\n")[0].split("\n")[1:]
+    said = explain(runs / "explain", run=f"{runs}/grpo/out", prompt="12=", answer="ab", seed=3,
+                   trust_code=True)
+    assert "the run is over" in said
+    first = said[said.index("# "):].split("\n\n")[0].split("\n")[1:]
     scores, advantages = ([float(line.split()[i]) for line in first] for i in (1, 2))
     deviation = statistics.stdev(scores)
     assert deviation > 0 and advantages == pytest.approx(
         [(x - statistics.mean(scores)) / deviation for x in scores], abs=2e-3)
-    assert float(table(result.out[0])["advantage"][0]) == pytest.approx(advantages[0], abs=1e-3)
+    assert float(table(said)["advantage"][0]) == pytest.approx(advantages[0], abs=1e-3)
 
 
 def test_nothing_that_a_run_names_is_run_unless_one_says_so(runs, tmp_path):
@@ -138,39 +137,35 @@ def test_nothing_that_a_run_names_is_run_unless_one_says_so(runs, tmp_path):
     attacks = [(key, value) for key in ("environment", "tools", "reward_functions")
                for value in (*both, [f"{evil}:f"], {f"{evil}:f": 1}, f"'{evil}:f*'")]
     attacks += [("tools", evil), ("environment", "*"), ("optim", f"{evil}:f"),
-                ("optim", f"value=adamw, policy={evil}:f"),
-                (f"environment={evil}:f", ""), (f"tools={evil}:f", "x"), (f"optim={evil}:f*", ""),
-                (f"reward_functions={evil}:f,accuracy", 0), (evil, ""), ("-", ""), ("", "a")]
+                ("optim", f"value=adamw, policy={evil}:f"), (evil, ""), ("-", ""), ("", "a"),
+                (f"environment={evil}:f", ""), (f"reward_functions={evil}:f,accuracy", 0)]
     for key, value in attacks:
         with pytest.raises(BadInput, match="the/config.json"):
             refuse_code({key: value}, "the/config.json", False)
-    ran = tmp_path / "ran"
+    for script, trusted in ((__file__, False), (__file__, True), ("tools/../ppo.py", True),
+                            ("tools/explain.py", True), ("sft.py", False), (None, False)):
+        with pytest.raises(BadInput, match="the/config.json has script"):
+            script_of(dict(cliprange=0.2, script=script), "the/config.json", trusted)
+    ran, last = tmp_path / "ran", f"{tmp_path}/run/checkpoint-{DONE:06d}"
     mine = write(tmp_path / "evil.py", f"open({str(ran)!r}, 'w')\ndef f(*_): return None\n")
-    folder, name = shutil.copytree(f"{runs}/ppo/cut", tmp_path / "run"), f"checkpoint-{DONE:06d}"
+    folder = shutil.copytree(f"{runs}/ppo/cut", tmp_path / "run")
     keys = json.loads((folder / "config.json").read_text())
-    for changed, how in (
-            (dict(reward_functions=f"{mine}:f"), {}),
-            (dict(environment=f"{mine}:f"), dict(iteration=1, out="a.html")),
-            (dict(script=mine), {}), (dict(script=os.path.relpath(mine, ROOT)), {}),
-            (dict(script="tools/../ppo.py"), {}), (dict(script=None), {}),
-            (dict(script=mine), dict(trust_code=True))):
-        (folder / "config.json").write_text(json.dumps(keys | changed))
-        (folder / name / "config.json").write_text(json.dumps(keys | changed))
-        os.remove(folder / name / "manifest.json")  # a stranger can write any
-        write_json(f"{folder}/{name}/manifest.json", hashes(f"{folder}/{name}"))
-        result = explain(tmp_path, run=folder, **how)
-        assert result.codes == [2] and result.err[0].count("\n") == 1, (changed, result)
-        assert "config.json" in result.err[0] and not ran.exists(), (changed, result)
+    for key, how in (("reward_functions", {}), ("environment", dict(iteration=1, out="a.html"))):
+        for place in (folder, last):
+            write(f"{place}/config.json", json.dumps(keys | {key: f"{mine}:f"}))
+        os.remove(f"{last}/manifest.json")  # a stranger can write any
+        write_json(f"{last}/manifest.json", hashes(last))
+        refused(tmp_path, "config.json", run=folder, **how)
+        assert not ran.exists(), key
 
 
 # all responses of an iteration
 
 def page(folder, **keys):
     """(what the tool prints, the data of its page)."""
-    result = explain(folder, **keys, out="deep/page.html", trust_code=True)
-    assert result.codes == [0], result
-    with open(folder / "deep/page.html", encoding="utf-8") as f:
-        return result.out[0], json.loads(re.search(r'id="data">(.*?)</script>', f.read(), re.S)[1])
+    said = explain(folder, **keys, out="deep/page.html", trust_code=True)
+    page = (folder / "deep/page.html").read_text()
+    return said, json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
 
 
 @pytest.mark.parametrize("name, iteration, starts", [
@@ -216,9 +211,8 @@ def test_an_iteration_has_the_keys_that_the_run_had_then(world, tmp_path):
     said, _ = page(tmp_path, run="out", iteration=0)
     assert "warning" not in said and int(re.search(r"all (\d+) figures are", said)[1]) > 20
     for iteration in (2, 4):  # of iteration 1 to 3, and of 4 alone, no checkpoint is left
-        refused = explain(tmp_path, run="out", iteration=iteration, out="a.html")
-        assert refused.codes == [2] and f"iteration = {iteration}: the run had other keys" in (
-            refused.err[0]) and "from 0 to" in refused.err[0], refused
+        refused(tmp_path, f"iteration = {iteration}: the run had other keys", "from 0 to",
+                run="out", iteration=iteration, out="a.html")
     log[0]["policy/lr"] *= 2
     jsonl(f"{out}/log.jsonl", log)
     said, _ = page(tmp_path, run="out", iteration=0)

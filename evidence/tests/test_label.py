@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from by_hand import ENDS, TOKENS, decode, encode, language_model, noise_of, sample
-from tiny import Started, keys_of, read_jsonl, typed, well, write
+from tiny import keys_of, read_jsonl, said_by, well, write
 
 SAMPLES, C = 12, SimpleNamespace(seed=3, max_new_tokens=6, temperature=1.0)
 
@@ -14,11 +14,11 @@ SAMPLES, C = 12, SimpleNamespace(seed=3, max_new_tokens=6, temperature=1.0)
 def label(world, folder, **keys):
     write(folder / "compare.txt", "answers: a c\n{prompt}{first}|{second}")
     write(folder / "grade.txt", "answers: A B\n{prompt}{response}?")
-    return Started("data/label.py", typed(dict(
+    return said_by("data/label.py", folder, dict(
         policy_path=world.policy, judge_path=world.older, judge_template="compare.txt",
         prompts_path=world.rl_train, samples=SAMPLES, max_new_tokens=6, batch_size=40,
         micro_batch_size=7, seed=3, dtype="float64", device_type="cpu", out="labels.jsonl")
-        | keys), str(folder)).wait()
+        | keys)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def by_hand(world):
             elif one == other:
                 left_out["same"] += 1
             else:
-                found.append((asked, one, other, odds(f"{asked}{one}|{other}", "a", "c"),
-                              odds(f"{asked}{other}|{one}", "a", "c"),
-                              odds(f"{asked}{one}?", "A", "B"), odds(f"{asked}{other}?", "A", "B")))
+                both = [odds(f"{asked}{a}|{b}", "a", "c") for a, b in ((one, other), (other, one))]
+                grades = [odds(f"{asked}{text}?", "A", "B") for text in (one, other)]
+                found.append((asked, one, other, *both, *grades))
     return found, left_out
 
 
@@ -68,11 +68,9 @@ def test_pairs_by_hand(world, tmp_path, by_hand):
     """Kept is what is said in both orders; the margin is the mean of both. rm.py reads them."""
     found, left_out = by_hand
     want = [pair(*said, (f - b) / 2) for *said, f, b, _, _ in found if f > 0 > b or f < 0 < b]
-    result = label(world, tmp_path)
-    assert result.codes == [0], result
+    said = label(world, tmp_path)
     assert 2 <= len(want) < len(found) and left_out["ended"] > 2
     alike(read_jsonl(tmp_path / "labels.jsonl"), want)
-    said = result.out[0]
     assert f"cut off or empty {left_out['ended']}, the same text {left_out['same']}, " in said
     first, second = (sum(f * sign > 0 and b * sign > 0 for *_, f, b, _, _ in found)
                      for sign in (1, -1))
@@ -93,9 +91,8 @@ def test_no_prompt_is_on_both_sides(world, tmp_path, by_hand, pairs, held_out, t
     want = [pair(*said, a - b) for *said, _, _, a, b in by_hand[0]]
     counts = [len([*group]) for _, group in itertools.groupby(row["prompt"] for row in want)]
     assert counts == [2, 2, 3, 2, 3, 2, 3, 1]
-    result = label(world, tmp_path, judge_template="grade.txt", pairs=pairs, held_out=held_out)
-    assert result.codes == [0], result
+    said = label(world, tmp_path, judge_template="grade.txt", pairs=pairs, held_out=held_out)
     alike(read_jsonl(tmp_path / "labels.jsonl"), [want[i] for i in train])
     alike(read_jsonl(tmp_path / "labels_val.jsonl"), [want[i] for i in val])
     lost = 0 if pairs == 3 else len(want) - len(val) - len(train)
-    assert f"of a held-out prompt {lost}\n" in result.out[0]
+    assert f"of a held-out prompt {lost}\n" in said

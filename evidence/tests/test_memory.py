@@ -4,21 +4,21 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import transformers
-from byte_tokenizer import write_byte_tokenizer
+from evidence.bench import keys_of, make_models
 from options.shards import offload_of
-from tiny import Started, jsonl, keys_of_system, typed, write
+from tiny import keys_of_system, said_by, typed, well, write
 from tools.memory import FEWEST, dry_run, fitting, read_run, verdict
 from torch.distributed._tools.mem_tracker import MemTracker
 
-LLAMA = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4,
-             num_key_value_heads=2, vocab_size=263, max_position_embeddings=64, num_labels=1,
-             tie_word_embeddings=False, bos_token_id=None, eos_token_id=258, pad_token_id=259)
 D, F, LAYERS, V = 64, 160, 1, 263
+SIZES = dict(hidden_size=D, intermediate_size=F, num_hidden_layers=LAYERS, num_attention_heads=4,
+             num_key_value_heads=2, vocab_size=V)
 LAYER = 2 * D * D + 2 * D * D // 2 + 3 * D * F  # numbers in the matrices of a layer; k, v are half
 HEADLESS = V * D + LAYERS * (LAYER + 2 * D) + D  # embeddings, layers with two norms, a last norm
 POLICY, VALUE, TENSORS = HEADLESS + V * D, HEADLESS + D, 1 + LAYERS * 9 + 1 + 1
@@ -52,50 +52,27 @@ def tracked(rank):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder with policy/ and scores/, random Llamas, and prompts of one length."""
+    """A folder with policy/ and reward_model/, random Llamas, and prompts of one length."""
     folder = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(**LLAMA, score_shift=0.5)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "policy")
-    transformers.LlamaForSequenceClassification(config).save_pretrained(folder / "scores")
-    for name in ("policy", "scores"):
-        write_byte_tokenizer(folder / name, ["<think>", "</think>"])
-    write(folder / "rules.py", "def letters(batch):\n"
-          "    return [sum(map(ord, text)) % 7 for text in batch['completions']]\n")
-    jsonl(folder / "prompts.jsonl", [
-        dict(prompt=f"{100 + i}+{200 + i}=", answer=str(i)) for i in range(40)])
+    make_models(str(folder), SIZES, 8, 40, 0.0, SimpleNamespace(device_type="cpu"), ppo=True)
     return folder
 
 
-def tool(folder, *argv):
-    return Started("tools/memory.py", list(map(str, argv)), str(folder)).wait()
-
-
-def read(result):
-    """{model: {column: MiB}} of the tool's output, and {phase: its peak}."""
-    assert result.codes == [0], result
-    _, rows, peaks, *_ = result.out[0].split("\n\n")
-    names, *rows = [line.split() for line in rows.split("\n")]
-    assert names[0] == "MiB"
-    rows = {name: dict(zip(names[1:], map(float, cells), strict=True)) for name, *cells in rows}
-    return rows, {x: float(peak) for x, peak in re.findall(r"^(\w+) +([\d.]+) ", peaks, re.M)}
-
-
 @pytest.mark.parametrize("script, ranks, more", [
-    ("ppo.py", 1, dict(dtype="bfloat16", ema_decay=0.9, gradient_checkpointing=True)),
-    ("grpo.py", 2, dict(zero_stage=3, batch_size=16))])  # two micro-batches
+    ("ppo", 1, dict(dtype="bfloat16", ema_decay=0.9, gradient_checkpointing=True, ppo_epochs=1)),
+    ("grpo", 2, dict(zero_stage=3, batch_size=16, group_size=4))])  # two micro-batches
 def test_peaks_are_those_of_a_run(script, ranks, more, llama, tmp_path):
-    keys = dict(
-        policy_path=llama / "policy", prompts_path=llama / "prompts.jsonl", max_prompt_tokens=8,
-        max_new_tokens=40, batch_size=8, micro_batch_size=4, max_iters=2, num_minibatches=1,
-        kl_coef=0.1, temperature=1.0, checkpoint_interval=0, timeout=60, device_type="cpu",
-        reward_timeout=30) | (dict(ppo_epochs=1, reward_path=llama / "scores")
-                              if script == "ppo.py" else dict(
-            group_size=4, reward_functions=f"{llama}/rules.py:letters")) | more
-    run = Started(script, typed(keys | dict(out_dir="out")), str(tmp_path), ranks, tracked).wait()
-    assert set(run.codes) == {0}, run
+    keys = keys_of(script, str(llama), dict(
+        max_prompt_tokens=8, max_new_tokens=40, batch_size=8, micro_batch_size=4, max_iters=2,
+        num_minibatches=1, kl_coef=0.1, timeout=60, device_type="cpu", reward_timeout=30) | more)
+    well(f"{script}.py", tmp_path, keys, ranks=ranks, before=tracked)
     took = json.loads((tmp_path / "peaks-0.json").read_text())
     took["reading"] = took["score"]
-    _, said = read(tool(tmp_path, script, *typed(keys), f"--world-size={ranks}"))
+    said = said_by("tools/memory.py", tmp_path, [
+        f"{script}.py", *typed(keys), f"--world-size={ranks}"])
+    _, rows, peaks, *_ = said.split("\n\n")
+    assert rows.startswith("MiB ")
+    said = {x: float(peak) for x, peak in re.findall(r"^(\w+) +([\d.]+) ", peaks, re.M)}
     assert said.keys() == {"rollout", "reading", "update"}
     # the models read one after the other: of the earlier ones a few columns are there
     # transformers 5.16 takes 8 % less in a rollout than 5.24
@@ -106,10 +83,10 @@ def test_peaks_are_those_of_a_run(script, ranks, more, llama, tmp_path):
 
 def test_rows_by_hand(llama, tmp_path):
     """Of models with a config.json alone: 4 bytes a number; AdamW has two of each, and a count."""
-    for name in ("policy", "scores"):
+    for name in ("policy", "reward_model"):
         os.makedirs(tmp_path / name)
         shutil.copy(llama / name / "config.json", tmp_path / name)
-    paths = [f"--policy_path={tmp_path}/policy", f"--reward_path={tmp_path}/scores"]
+    paths = [f"--policy_path={tmp_path}/policy", f"--reward_path={tmp_path}/reward_model"]
 
     def rows(*more):
         with dry_run(*read_run(["ppo.py", *paths, *more])) as (found, _, _):
