@@ -22,35 +22,38 @@ from types import SimpleNamespace
 import errors
 import pytest
 import test_configurator
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from errors import BadInput, Stop
-from options import hub
+from load import load
+from options import chats, hub
+from options.foreign_rewards import load_reward
+from options.sources import raw_rows
+from ranks import choose_device
 from tiny import (MARKERS, ROOT, Started, assert_one_line, jsonl, keys_of, keys_of_system,
                   save_random, typed, well, write)
+from tokenizer import load_tokenizer
 
 USER = [dict(role="user", content="1+2=")]
 ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
-FILES = {  # rows, or the text of a file, which the table names
-    "chat": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
-    "foreign": [dict(conversations=[{"from": "human", "value": "x"}])],
-    "null": [ROW | dict(answer=None)], "mute": [ROW, dict(prompt="a")],
-    "mixed": [ROW | dict(prompt=USER)], "true": [ROW, ROW | dict(margin=True)],
-    "long": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
-    "huge": [ROW | dict(prompt="a" * 9)],
-    "cut": json.dumps(ROW) + '\n{"prompt": "a", "ans', "empty": ""}
-TEXTS = {  # other files
-    "odd.py": "def f(completion, answer):\n    return 1.0\n",
+FILES = {  # which the table names: their texts, or rows
+    "chat.jsonl": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
+    "foreign.jsonl": [dict(conversations=[{"from": "human", "value": "x"}])],
+    "null.jsonl": [ROW | dict(answer=None)], "mute.jsonl": [ROW, dict(prompt="a")],
+    "mixed.jsonl": [ROW | dict(prompt=USER)], "true.jsonl": [ROW, ROW | dict(margin=True)],
+    "long.jsonl": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
+    "huge.jsonl": [ROW | dict(prompt="a" * 9)], "trees.jsonl": [dict(chosen=[], rejected=[])],
+    "cut.jsonl": json.dumps(ROW) + '\n{"prompt": "a", "ans', "empty.jsonl": "",
+    "lines.csv": "prompt|answer\n1|2\n", "began/log.jsonl": "", "made/prepare.py": "",
+    "sure.csv": "prompt,chosen,rejected,confidence\na,b,c,1\na,b,c,1.5\n",
+    "odd.py": "def f(completion, answer):\n    return 1.0\n", "mine.py": "batch_size = 9\n",
+    "broken.py": "def f(batch)\n    return 1\n", "fails.py": "import nowhere_at_all\n",
     "verl.py": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
                "    return 1.0\ndef reward_func(queries, prompts, labels):\n    return {}\n"
                "def late(batch):\n    import nowhere_at_all\n",
-    "bin/config.json": '{"model_type": "gpt2"}', "bin/pytorch_model.bin": "",
+    "pickled/pytorch_model.bin": "", "pickled/training_args.bin": "",
     "bare/config.json": '{"model_type": "llama"}', "bare/tokenizer_config.json": "{}",
-    "trees.jsonl": '{"chosen": [], "rejected": []}\n', "lines.csv": "prompt|answer\n1|2\n",
-    "sure.csv": "prompt,chosen,rejected,confidence\na,b,c,1\na,b,c,1.5\n",
-    "mine.py": "batch_size = 9\n",
-    "broken.py": "def f(batch)\n    return 1\n", "fails.py": "import nowhere_at_all\n",
-    "compare.txt": "answers: a c\n{prompt}{first}|{second}", "half.txt": "answers: a c\n{first}",
-    "made/prepare.py": "", "began/log.jsonl": ""}
+    "compare.txt": "answers: a c\n{prompt}{first}|{second}", "half.txt": "answers: a c\n{first}"}
 ASKED = dict(prompts_path="$rl_val", max_new_tokens=4, device_type="cpu")
 BASE = {  # keys of a program that are right
     "tools/eval.py": ASKED | dict(policies="$policy"),
@@ -84,6 +87,9 @@ sft.py --init_from=gpt2 | 'gpt2'; OWNER/NAME
 ppo.py --reward_path=$other | --value_init=policy
 ppo.py --value_init=$other | =policy
 grpo.py --ref_path=$swapped | ref_path
+sft.py --init_from=$pickled | pytorch_model.bin; safe; python -c 'from
+ppo.py --reward_path=$pickled | pytorch_model.bin
+ppo.py --reward_path=$three | 3 labels; rm.py
 sft.py --init_from=scratch --tokenizer_path=data/toy/tokenizer | no such folder; prepare
 sft.py --init_from=scratch --tokenizer_path=tiktoken:gpt9 | gpt9
 
@@ -110,26 +116,26 @@ sft.py --offload=policy=params | offload; policy
 sft.py --optim=adafactor --zero_stage=2 | policy; stage
 sft.py --optim=adamw8bit --dtype=bfloat16 --master_weights=False | adamw8bit; master_weights
 sft.py --optim=sgd | sgd; adafactor
+sft.py --optim=critic=mine.py:A | critic=mine.py:A
+sft.py --optim=mine.py:A | mine.py:A
 sft.py --quantize=4bit | quantize; lora
 
 sft.py --out_dir=$sft_train | sft_train.jsonl
 rm.py --out_dir= | is empty; choose another --out_dir
-rm.py --out_dir=. | would be filled with checkpoints; choose another --out_dir
 rm.py --out_dir=$made/.. | holds code, such as broken.py; choose another --out_dir
-sft.py --out_dir=$policy | config.json; --out_dir
 sft.py --out_dir=$sft --max_iters=1 | max_iters = 1; checkpoint-000002
 
 tools/plot.py $done | type --runs=
 tools/sample.py $done | type --policy_path=; done/out/policy
 grpo.py her/grpo | type --policy_path=her/grpo
-sft.py $mine | mine.py?
+sft.py $made/../mine | mine.py?
 grpo.py $rl_train | type --prompts_path=
 
 grpo.py --reward_functions=accuracy+0.1*format | commas; type --reward_functions=accuracy,0.5*format
 grpo.py --reward_functions=accuracy:0.5;format | as in 0.5*accuracy
 grpo.py --chat_template=$policy/model.safetensors | chat_template; UTF-8
 grpo.py --reward_functions=$odd.py:ff | did you mean 'f'?
-grpo.py --reward_functions=$od.py:f | did you mean; odd.py
+grpo.py --reward_functions=$made/../od.py:f | did you mean; odd.py
 grpo.py --reward_functions=$verl.py:compute_score | verl's; return [compute_score(
 grpo.py --reward_functions=$verl.py:reward_func | OpenRLHF's; return reward_func([p + c for
 sft.py --init_from=$bare | this folder has no tokenizer
@@ -172,18 +178,21 @@ ROWS = [line for line in TABLE.splitlines() if line]
 def files(world, tmp_path_factory):
     """{name: path} of all that the table names, and the folder that they are in."""
     folder = tmp_path_factory.mktemp("files")
-    texts = TEXTS | {f"{name}.jsonl": rows for name, rows in FILES.items()}
-    for name, text in texts.items():
+    for name, content in FILES.items():
         os.makedirs(os.path.dirname(folder / name), exist_ok=True)
-        (write if type(text) is str else jsonl)(folder / name, text)
+        (write if type(content) is str else jsonl)(folder / name, content)
     save_random(folder / "swapped", markers=MARKERS[::-1])
-    shutil.copytree(world.policy, folder / "run" / "policy")
+    shutil.copytree(world.policy, folder / "run/policy")
+    shutil.copytree(world.policy, folder / "pickled", dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(shutil.copytree(world.reward, folder / "three"))
+    config.num_labels = 3
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "three")
     paths = {}
     for name, script, more in (("sft", "sft.py", dict(max_iters=2)), ("done", "grpo.py", dict(
             reward_functions=f"accuracy,{world.rules}:letters", num_minibatches=1, max_iters=1))):
         paths[name] = well(script, folder / name, keys_of(world, script, **more))
-    there = [*texts, "swapped", "run", "made", "began", "bare", "mine", "od"]
-    return folder, vars(world) | {name: folder / name for name in there} | paths
+    return folder, vars(world) | {path.name: path for path in folder.iterdir()} | paths
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -214,6 +223,16 @@ OTHER_FILES = {  # no config files: they would leave a mark if they were run
     "reward.py": "count = 4\nMARK\ndef reward(batch):\n    count = 5\n",
     "if.py": "MARK\nif True:\n    import json\n    count = 3\n",
     "with.py": "MARK\nwith open('with.py') as f:\n    count = 3\n"}
+COMPUTES = """
+import math as _math
+from os import path as _path
+_scratch = [i for i in range(9)]
+def _half(x):
+    half = x // 2
+    return half
+if _math.pi > 3: count = _half(len(_scratch))
+for _i in range(2): rate = float((lambda x: x + _i)(1))
+"""
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
@@ -225,17 +244,8 @@ def test_what_is_no_config_file_is_not_run(toy, name):
 
 
 def test_a_config_file_may_compute(toy):
-    write("c.py", """
-import math as _math
-from os import path as _path
-_scratch = [i for i in range(9)]
-def _half(x):
-    half = x // 2
-    return half
-if _math.pi > 3: count = _half(len(_scratch))
-for _i in range(2): rate = float((lambda x: x + _i)(1))
-""")
-    assert toy("c.py") == dict(test_configurator.DEFAULTS, count=4, rate=2.0)
+    write("c.py", COMPUTES)
+    assert toy("c.py") == test_configurator.DEFAULTS | dict(count=4, rate=2.0)
 
 
 @pytest.mark.parametrize("typed, meant", [
@@ -248,23 +258,18 @@ def test_a_blank_for_an_equals_sign(toy, typed, meant):
         toy(*typed.split())
 
 
-def test_folders_of_others(world, tmp_path):
-    """Weights as a pickle, also beside training's; a head of three labels."""
-    import torch
-    from load import read_model
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+@pytest.fixture
+def sent(world, tmp_path):
+    """A copy of the policy: sent(file, **changed) changes one of its files and gives the folder."""
+    folder = shutil.copytree(world.policy, tmp_path / "sent")
+    before = {file: json.loads((folder / file).read_text()) for file in (
+        "config.json", "tokenizer.json", "tokenizer_config.json")}
 
-    shutil.copytree(world.policy, tmp_path / "pickled")
-    (tmp_path / "pickled/model.safetensors").unlink()
-    for name in "pytorch_model.bin", "training_args.bin":
-        torch.save({}, tmp_path / "pickled" / name)
-    config = AutoConfig.from_pretrained(world.reward, num_labels=3)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
-    for name, head, words in (("pickled", "lm", "pytorch_model.bin.*safe.*python -c 'from"),
-                              ("pickled", "scalar", "pytorch_model.bin"),
-                              ("three", "scalar", "3 labels .*rm.py")):
-        with pytest.raises(BadInput, match=words):
-            read_model(str(tmp_path / name), head, keys_of_system(dtype="float64"))
+    def changed(file, **more):
+        write(folder / file, json.dumps(before[file] | more))
+        return str(folder)
+
+    return changed
 
 
 def replacing(pattern, content, times=1):
@@ -273,67 +278,47 @@ def replacing(pattern, content, times=1):
     return dict(normalizer=dict(type="Sequence", normalizers=[rule] * times))
 
 
-@pytest.mark.parametrize("file, changed", [
-    *(("config.json", each) for each in (
+@pytest.mark.parametrize("file, more", [
+    *(("config.json", more) for more in (
         dict(n_layer=10**6), dict(num_labels=10**9), dict(text_config=dict(n_layer=10**6)))),
-    *(("tokenizer.json", each) for each in (
+    *(("tokenizer.json", more) for more in (
         replacing(dict(String="a"), "a" * 10**6), replacing(dict(Regex="."), "aa", 40),
         replacing(dict(Regex="x*"), "a", 40), replacing(dict(Regex="(?=a)"), "a", 40)))])
-def test_a_folder_that_asks_for_more_than_any_model_has(world, tmp_path, file, changed):
+def test_a_folder_that_asks_for_more_than_any_model_has(sent, file, more):
     """transformers would build it for hours: a line says so at once."""
-    from load import load
-    from ranks import choose_device
-    from tokenizer import load_tokenizer
+    path, system = sent(file, **more), keys_of_system(dtype="float64")
+    with pytest.raises(BadInput, match=path):
+        load(path, "policy", system, choose_device("cpu"))
+    with pytest.raises(BadInput, match=path):
+        load_tokenizer(path, system)
 
-    system, device = keys_of_system(dtype="float64"), choose_device("cpu")
-    sent = shutil.copytree(world.policy, tmp_path / "sent")
-    known = json.loads((sent / file).read_text())
-    write(sent / file, json.dumps(known | changed))
-    for read in (lambda: load(str(sent), "policy", system, device),
-                 lambda: load_tokenizer(str(sent), system)):
-        with pytest.raises(BadInput, match=str(sent)):
-            read()
-    # what published folders have is no fault
-    write(sent / file, json.dumps(known | dict(num_labels=1000, vocab_size_per_layer_input=262144)
-                                  if file == "config.json" else
-                                  known | replacing(dict(String=" "), "\u2581", 40)))
-    load_tokenizer(str(sent), system)
-    write(sent / file, json.dumps(known | (replacing(dict(Regex="\\s+"), " ", 40)
-                                           if file == "tokenizer.json" else {})))
-    load_tokenizer(str(sent), system)
+
+def test_what_published_folders_have_is_no_fault(sent):
+    for file, more in (
+            ("config.json", dict(num_labels=1000, vocab_size_per_layer_input=262144)),
+            ("tokenizer.json", replacing(dict(String=" "), "\u2581", 40)),
+            ("tokenizer.json", replacing(dict(Regex="\\s+"), " ", 40))):
+        load_tokenizer(sent(file, **more), keys_of_system(dtype="float64"))
 
 
 @pytest.mark.parametrize("template", [
     "{{ '%999999999d' % 1 }}", "{{ [1] * 10**12 }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"])
-def test_a_chat_template_that_asks_for_more_than_a_machine_has(
-        world, tmp_path, monkeypatch, template):
+def test_a_chat_template_that_asks_for_more_than_a_machine_has(sent, monkeypatch, template):
     """No text would end: a line says so at once."""
-    from options import chats
-    from tokenizer import load_tokenizer
-
     monkeypatch.setattr(chats, "SECONDS", 1)
-    sent = str(shutil.copytree(world.policy, tmp_path / "sent"))
-    file = f"{sent}/tokenizer_config.json"
-    with open(file) as f:
-        known = json.load(f)
-    write(file, json.dumps(known | dict(
-        chat_template=f"{template}{{{{ messages[0].content }}}}")))
-    with pytest.raises(BadInput, match=sent):
-        load_tokenizer(sent, keys_of_system(dtype="float64")).encode_prompts([USER])
+    path = sent("tokenizer_config.json", chat_template=template + "{{ messages[0].content }}")
+    with pytest.raises(BadInput, match=path):
+        load_tokenizer(path, keys_of_system(dtype="float64")).encode_prompts([USER])
 
 
 def test_a_table_of_a_country_with_decimal_commas(tmp_path):
-    from options.sources import raw_rows
-
     for sign, cell in (";", "1,5"), ("\t", "1;5"), (",", "1;5"):
         path = write(tmp_path / "a.csv", f'prompt{sign}answer\n"x{sign}y"{sign}{cell}\n')
         assert [row for _, row in raw_rows(path)] == [dict(prompt=f"x{sign}y", answer=cell)]
 
 
 def test_a_reward_that_fails_in_an_import_is_said_with_its_own_line(files):
-    from options.foreign_rewards import load_reward
-
     reward = load_reward("verl.py:late", files[0], "reward_functions")
     with pytest.raises(Stop, match="verl.py, line 6: ModuleNotFoundError"):
         reward(dict(completions=["a"], rows=[{}], prompts=["b"]))
@@ -353,33 +338,26 @@ def test_help_fits_the_terminal(tmp_path):
             assert " ".join(key.comment.split("[")[0].split()) in " ".join(said.split())
 
 
-LACKS = """
-import os, errors
-for line in ("from options.a import b", "from options import a", "from grading.a import b",
-             "import pkgutil; pkgutil.resolve_name('grading.a:b')"):
-    open("c.py", "w").write(f"import errors\\n{line}\\n")
-    try:
-        import c
-    except ImportError as e:
-        print(errors.translated(e))
-"""
-
-
-def test_a_copy_that_lacks_a_file_names_it(tmp_path):
+@pytest.mark.parametrize("line, folder, file", [
+    ("from options.a import b", "options", "a"), ("from options import a", "options", "a"),
+    ("from grading.a import b", "grading", "a"),
+    ("import pkgutil; pkgutil.resolve_name('grading.a:b')", "grading", "*")])
+def test_a_copy_that_lacks_a_file_names_it(tmp_path, line, folder, file):
     """
-    Where its folder is there, and where all of it is missing; with what brings it. Of a rule, whose
-    file a table names, that is the whole folder.
+    Where all of its folder is missing, and where the folder is there; with what brings it. Of a
+    rule, whose file a table names, that is the whole folder.
     """
     shutil.copy(f"{ROOT}/errors.py", tmp_path)
-    for folder in (["options", "grading"], []):
-        said = subprocess.run([sys.executable, "-c", LACKS], cwd=tmp_path, check=True, text=True,
-                              capture_output=True, env=dict(os.environ, PYTHONPATH="")).stdout
-        files = "options/a", "options/a", "grading/a", "grading/*" if folder else "grading/a"
-        for line, file in zip(said.splitlines(), files, strict=True):
-            at = os.path.dirname(file)
-            assert f"needs {file}.py; type mkdir -p ./{at}; cp QUARTET/{file}.py ./{at}/" in line
-        for name in folder:
-            os.makedirs(tmp_path / name)
+    write(tmp_path / "c.py", f"import errors\n{line}\n")
+    for name in file, "a":
+        said = subprocess.run([sys.executable, "c.py"], cwd=tmp_path, text=True,
+                              capture_output=True, env=dict(os.environ, PYTHONPATH="")).stderr
+        way = f"mkdir -p ./{folder}; cp QUARTET/{folder}/{name}.py ./{folder}/"
+        assert f"needs {folder}/{name}.py; type {way}" in said and said.count("\n") == 1
+        (tmp_path / folder).mkdir(exist_ok=True)
+
+
+def test_a_package_that_is_missing_is_no_option():
     other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
     assert errors.translated(other) is other
 
