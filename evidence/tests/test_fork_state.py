@@ -5,6 +5,7 @@ was stopped must go on with all of it; what a checkpoint cannot have is refused 
 import os
 import re
 import signal
+import zlib
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
@@ -14,11 +15,13 @@ import torch
 from checkpoint import settings_of
 from errors import BadInput
 from evidence.proved import MISTAKES, copy_of
+from formulas import learning_rate_at
 from gae import compute_gae
 from model import scaled_logits
-from options.fork_state import checked, put_into_state, values_of
-from run import make_optimizer
-from tiny import (assert_one_line, assert_same_run, assert_stopped, at, keys_of,
+from options.fork_state import checked, put_back, put_into_state, values_of
+from run import Run, make_optimizer
+from small_world import rooms_of, wrap
+from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
                   keys_of_system, read_log, read_weights, run, well, write)
 
 
@@ -44,8 +47,6 @@ class Odd(torch.optim.Optimizer):
             group["past"].append(group["d"])
             group["pair"] = (group["pair"][0] / 3, None if group["pair"][1] else True)
             group["least"] = -float("inf") if group["least"] == 0 else float("nan")
-            factor = (1 + len(group["kind"]) / 10 + 1e5 * sum(group["past"]) + group["pair"][0]
-                      + (group["pair"][1] or 0) + self.count / 7 + self.table["x"])
             for p in group["params"]:
                 s = self.state[p]
                 if not s:
@@ -56,16 +57,19 @@ class Odd(torch.optim.Optimizer):
                 norm = p.grad.norm()
                 s["norms"].append(getattr(norm, "full_tensor", lambda norm=norm: norm)().item())
                 s["wide"] += s["norms"][-1] / 3
-                s["narrow"].mul_(0.9).add_(p.grad)
                 s["many"].add_(1)
-                assert type(s["n"]) is int and s["many"].dtype == torch.int64
-                scale = s["n"] + sum(s["norms"]) + s["wide"].float() + s["many"]
-                p.sub_(s["narrow"].to(p.dtype) * s["mask"], alpha=group["lr"] * 1e-2 * float(
-                    factor * scale))
+                s["narrow"].mul_(0.9).add_(p.grad)
+                kept = [self.count, self.table, *(x for k, x in group.items() if k != "params"),
+                        s["n"], s["norms"], s["wide"].item(), s["wide"].dtype, s["many"]]
+                size = zlib.crc32(repr(kept).encode()) / 2**32
+                p.sub_(s["narrow"].to(p.dtype) * s["mask"], alpha=group["lr"] * size)
 
 
 class Drifting(torch.optim.AdamW):
-    """torch's, whose groups' settings move with each step."""
+    """torch's, whose groups' settings move with each step. Its own it hands on to its base."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, **settings)
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -93,13 +97,10 @@ class Plain:
 
 def steps_with(kind):
     """For `before`: each model's optimizer is kind(parameters, lr=lr)."""
-    def before(rank):
-        import run
+    def made(_, model, name, system, lr, *rest):
+        return kind([p for p in model.parameters() if p.requires_grad], lr=lr)
 
-        run.make_optimizer = lambda model, name, system, lr, betas, eps: kind(
-            [p for p in model.parameters() if p.requires_grad], lr=lr)
-
-    return before
+    return lambda rank: wrap(rooms_of(ROOT), "make_optimizer", then=made)
 
 
 @pytest.mark.parametrize("kind, ranks, stage", [
@@ -116,85 +117,55 @@ def test_a_run_goes_on_with_all_that_an_optimizer_keeps(world, tmp_path, kind, r
     assert len({record["loss/sft"] for record in read_log(out)[:-1]}) == 3
 
 
-class Settled(torch.optim.Adam):
-    """It hands its settings on to its base."""
-
-    def __init__(self, parameters, **settings):
-        super().__init__(parameters, maximize=True, **settings)
-
-
-FILES = {  # a class in a file: other keys, what is said
-    "class A:\n    def __init__(self, parameters, lr): pass": ({}, "A has no step"),
-    "def A(parameters, lr):\n    return 1": ({}, "int has no step"),
-    "class A:\n    def __init__(self, parameters, beta): pass": ({}, "be made: TypeError.*beta"),
-    "class A:\n    def __init__(self, parameters, lr):\n        1 / 0": ({}, "ZeroDivisionError"),
-    "class B: pass": ({}, "'A'.*B"), "import nothing_of_that_name": ({}, "line 1"),
-    "from torch.optim import SGD as A": (dict(offload="policy=optimizer"), "offload.*AdamW"),
-    "from torch.optim import SGD\nclass A(SGD):\n    def __init__(self, p, lr):\n"
-    "        super().__init__(p, lr)": (dict(weight_decay=0.1), "weight_decay = 0.1")}
-
-
-@pytest.mark.parametrize("text", FILES)
-def test_an_optimizer_in_a_file_that_is_wrong(tmp_path, text):
-    more, said = FILES[text]
+@pytest.mark.parametrize("text, more, said", [
+    ("class A:\n    def __init__(self, parameters, lr): pass", {}, "A has no step"),
+    ("def A(parameters, lr):\n    return 1", {}, "int has no step"),
+    ("class A:\n    def __init__(self, parameters, beta): pass", {}, "be made: TypeError.*beta"),
+    ("class A:\n    def __init__(self, parameters, lr):\n        1 / 0", {}, "ZeroDivisionError"),
+    ("class B: pass", {}, "'A'.*B"), ("import nothing_of_that_name", {}, "line 1"),
+    ("from torch.optim import SGD as A", dict(offload="policy=optimizer"), "offload.*AdamW"),
+    ("from torch.optim import SGD\nclass A(SGD):\n    def __init__(self, p, lr):\n"
+     "        super().__init__(p, lr)", dict(weight_decay=0.1), "weight_decay = 0.1")])
+def test_an_optimizer_in_a_file_that_is_wrong(tmp_path, text, more, said):
     system = keys_of_system(optim=f"{write(tmp_path / 'mine.py', text)}:A", **more)
     with pytest.raises(BadInput, match=f"mine.py.*{said}|{said}.*mine.py"):
         make_optimizer(torch.nn.Linear(2, 3), "policy", system, 0.1, (0.8, 0.95), 1e-3)
 
 
-@pytest.mark.parametrize("optim", ["lion", "critic=mine.py:A", "mine.py:A"])
-def test_an_optimizer_that_is_not_there(world, tmp_path, optim):
-    result = run("sft.py", tmp_path, keys_of(world, "sft.py", optim=optim))
-    assert_one_line(result, "sft.py", optim)
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_an_optimizer_in_a_file_is_given():
+@pytest.mark.parametrize("kind, decay, keys", [
+    (Drifting, 0.1, dict(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)),
+    (Odd, 0.0, dict(d=1e-6))])
+def test_what_an_optimizer_in_a_file_is_given(kind, decay, keys):
     """What its class takes by name, and its base where it hands all on."""
     model = torch.nn.Linear(2, 3)
-    for name, decay, keys in (
-            ("Settled", 0.1, dict(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, maximize=True)),
-            ("Drifting", 0.1, dict(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)),
-            ("Odd", 0.0, dict(d=1e-6))):
-        system = keys_of_system(optim=f"policy={__file__}:{name}", weight_decay=decay)
-        made = make_optimizer(model, "policy", system, 0.25, (0.8, 0.95), 1e-3)
-        first, *rest = made.param_groups
-        assert type(made).__name__ == name and first["lr"] == 0.25
-        assert keys.items() <= first.items() and len(rest) == (decay > 0)
-        assert not rest or rest[0]["weight_decay"] == 0 and rest[0]["params"] == [model.bias]
-        assert isinstance(make_optimizer(model, "value", system, 0.25, (0.8, 0.95), 1e-3),
-                          torch.optim.AdamW)
+    system = keys_of_system(optim=f"policy={__file__}:{kind.__name__}", weight_decay=decay)
+    made, other = (make_optimizer(model, name, system, 0.25, (0.8, 0.95), 1e-3)
+                   for name in ("policy", "value"))
+    first, *rest = made.param_groups
+    assert type(made).__name__ == kind.__name__ and isinstance(other, torch.optim.AdamW)
+    assert first["lr"] == 0.25 and keys.items() <= first.items() and len(rest) == (decay > 0)
+    assert not rest or rest[0]["weight_decay"] == 0 and rest[0]["params"] == [model.bias]
 
 
-def test_a_setting_that_is_typed_anew_is_the_new_one(world, tmp_path):
-    """Only what the steps have changed comes out of the checkpoint, not what a key says."""
-    class Typed(Odd):
-        eps = 1.0
-
-        def step(self):
-            super().step()
-            assert {group["eps"] for group in self.param_groups} == {Typed.eps}
-            assert len(self.param_groups[0]["past"]) > 2 or Typed.eps == 1.0
-
-        def __init__(self, parameters, lr):
-            super().__init__(parameters, lr)
-            for group in self.param_groups:
-                group["eps"] = Typed.eps
-
-    keys = keys_of(world, "sft.py", max_iters=2, dtype="float32", learning_rate=1e-3)
-    well("sft.py", tmp_path, keys, before=steps_with(Typed))
-    Typed.eps = 2.0
-    well("sft.py", tmp_path, keys | dict(max_iters=3), before=steps_with(Typed))
-
-
-def values_after_a_step(kind):
-    """What a checkpoint has of an optimizer behind its first step, beside tensors."""
+def stepped(kind):
+    """A model and its optimizer behind the first step; and its settings before."""
     model = torch.nn.Linear(2, 3)
     optimizer = kind(model.parameters(), lr=0.1)
     made = settings_of(optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    return values_of("policy", model, optimizer, made)
+    return model, optimizer, made
+
+
+def test_a_setting_that_is_typed_anew_is_the_new_one():
+    """Only what the steps have changed comes out of the checkpoint, not what a key says."""
+    model, optimizer, made = stepped(Drifting)
+    anew = Drifting(model.parameters(), lr=0.2, eps=2.0)
+    put_back(model, anew, values_of("policy", model, optimizer, made))
+    (before,), (group,) = optimizer.param_groups, anew.param_groups
+    assert (group["eps"], group["lr"]) == (2.0, 0.2)
+    assert group["betas"] == before["betas"] == (0.9 * 0.9, 0.999)
+    assert group["weight_decay"] == before["weight_decay"] > 0.3
 
 
 def keeps(make, where="state"):
@@ -209,19 +180,6 @@ def keeps(make, where="state"):
                 places[where]["hoard"] = make(p)
 
     return Keeps
-
-
-@pytest.mark.parametrize("where, make", [
-    ("state", lambda p: [torch.zeros_like(p)]), ("state", lambda p: deque([1.0])),
-    ("state", lambda p: {1.5, 2.5}.union), ("state", lambda p: {"a": torch.ones(2)}),
-    ("state", lambda p: Plain([p], 0.1)), ("group", lambda p: torch.full((), p.norm().item())),
-    ("itself", lambda p: p.clone()), ("itself", lambda p: [p * 2]),
-    ("itself", lambda p: {p: p.clone()}), ("itself", lambda p: torch.Generator()),
-    ("itself", lambda p: torch.optim.SGD([p.detach().clone()], lr=1)),
-    ("elsewhere", lambda p: dict(m=torch.zeros_like(p))), ("elsewhere", lambda p: dict(m=1.0))])
-def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(where, make):
-    with pytest.raises(BadInput, match="^policy's optimizer keeps .*hoard"):
-        values_after_a_step(keeps(make, where))
 
 
 class Lookahead(Plain):
@@ -248,10 +206,19 @@ class Creeping(Plain):
         super().step()
 
 
-@pytest.mark.parametrize("kind, word", [(Lookahead, "'optim'"), (Creeping, "'hoard'")])
-def test_what_is_hidden_is_refused(kind, word):
-    with pytest.raises(BadInput, match=word):
-        values_after_a_step(kind)
+@pytest.mark.parametrize("kind", [
+    keeps(lambda p: [torch.zeros_like(p)]), keeps(lambda p: deque([1.0])),
+    keeps(lambda p: {1.5, 2.5}.union), keeps(lambda p: {"a": torch.ones(2)}),
+    keeps(lambda p: Plain([p], 0.1)), keeps(lambda p: torch.full((), p.norm().item()), "group"),
+    keeps(lambda p: p.clone(), "itself"), keeps(lambda p: [p * 2], "itself"),
+    keeps(lambda p: {p: p.clone()}, "itself"), keeps(lambda p: torch.Generator(), "itself"),
+    keeps(lambda p: torch.optim.SGD([p.detach().clone()], lr=1), "itself"),
+    keeps(lambda p: dict(m=torch.zeros_like(p)), "elsewhere"),
+    keeps(lambda p: dict(m=1.0), "elsewhere"), Lookahead, Creeping])
+def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(kind):
+    word = "'optim'" if kind is Lookahead else "'hoard'"
+    with pytest.raises(BadInput, match=f"^policy's optimizer keeps .*{word}"):
+        values_of("policy", *stepped(kind))
 
 
 def test_what_is_refused_ends_the_run_in_a_line(world, tmp_path):
@@ -264,20 +231,10 @@ def test_what_is_refused_ends_the_run_in_a_line(world, tmp_path):
 def remembers(change):
     """For `before`: the page of ppo.py changes run.state in each iteration."""
     def before(rank):
-        import metrics
-        import run
-
-        runs, begin, summarize = [], run.Run.__init__, metrics.summarize
-
-        def init(self, *args, **more):
-            begin(self, *args, **more)
-            runs.append(self)
-
-        def changed(*args, **more):
-            change(runs[0].state, runs[0].iteration)
-            return summarize(*args, **more)
-
-        run.Run.__init__, metrics.summarize = init, changed
+        runs = []
+        wrap([Run], "__init__", then=lambda _, run, *keys: runs.append(run))
+        wrap(rooms_of(ROOT), "summarize",
+             first=lambda *_: change(rank, runs[0].state, runs[0].iteration))
 
     return before
 
@@ -289,7 +246,7 @@ SOUND = dict(weights=[0.5], said="no", broken=1, finished=0.5, optimizers={}, lo
 
 
 def test_what_json_has_as_it_was_goes_on(world, tmp_path):
-    def change(state, iteration):
+    def change(rank, state, iteration):
         if iteration > 0:
             assert repr({name: state[name] for name in SOUND}) == repr(SOUND)
         state |= SOUND
@@ -309,58 +266,47 @@ def test_what_json_changes_is_refused_by_name(name, x):
 
 def test_the_rank_whose_state_is_wrong_names_it(world, tmp_path):
     """In the iteration in which it becomes wrong: there is no checkpoint before the last one."""
-    def before(rank):
-        remembers(lambda state, iteration: state.update(
-            {"mine": torch.ones(())} if rank and iteration == 1 else {}))(rank)
+    def change(rank, state, iteration):
+        if rank and iteration == 1:
+            state["mine"] = torch.ones(())
 
     keys = keys_of(world, "ppo.py", eval_path="", timeout=20, max_iters=4, checkpoint_interval=4)
-    result = run("ppo.py", tmp_path, keys, ranks=2, before=before)
+    result = run("ppo.py", tmp_path, keys, ranks=2, before=remembers(change))
     assert 0 not in result.codes and "TypeError: run.state['mine']" in result.err[1], result
     # rank 0, whose state is right, may have written its record
     assert [record["iteration"] for record in read_log(tmp_path / "out")] in ([0], [0, 1])
 
 
-def test_a_trained_model_without_an_optimizer_is_named(world, tmp_path):
-    """And a parameter that an optimizer steps, but no model has: a checkpoint would lack it."""
-    def leaves_out(rank):
-        import run
-
-        begin = run.Run.__init__
-
-        def init(self, *args, **more):
-            args[6].pop("value_model")
-            begin(self, *args, **more)
-
-        run.Run.__init__ = init
-
-    keys = keys_of(world, "ppo.py", eval_path="")
-    for before, said in ((leaves_out, "value_model has"), (steps_with(
-            lambda parameters, lr: torch.optim.AdamW([*parameters, torch.nn.Parameter(
-                torch.ones(2))])), "no model has")):
-        result = run("ppo.py", tmp_path, keys, before=before)
-        assert result.codes == [1] and f"TypeError: {said}" in result.err[0], result
-        assert not (tmp_path / "out").exists()
+def leaves_out(rank):
+    wrap([Run], "__init__", first=lambda *keys: keys[7].pop("value_model"))  # of its optimizers
 
 
-def test_before_iteration_0_the_learning_rate_is_0():
+def has_more(parameters, lr):
+    return torch.optim.AdamW([*parameters, torch.nn.Parameter(torch.ones(2))])
+
+
+@pytest.mark.parametrize("before, said", [
+    (leaves_out, "value_model has"), (steps_with(has_more), "no model has")])
+def test_each_trained_parameter_has_a_model_and_its_optimizer(world, tmp_path, before, said):
+    """A checkpoint would lack one that is stepped, but of no model."""
+    result = run("ppo.py", tmp_path, keys_of(world, "ppo.py", eval_path=""), before=before)
+    assert result.codes == [1] and f"TypeError: {said}" in result.err[0], result
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
+def test_before_iteration_0_the_learning_rate_is_0(shape):
     """A fork may begin a model's schedule later: learning_rate_at(iteration - begins, ...)."""
-    from formulas import learning_rate_at
-
-    for warmup in (0, 1, 4):
-        for shape in ("constant", "linear", "cosine"):
-            rates = [learning_rate_at(i, 8.0, warmup, 20, shape) for i in (-100, -2, -1)]
-            assert rates == [0.0, 0.0, 0.0]
-            assert learning_rate_at(0, 8.0, warmup, 20, shape) == (2.0 if warmup == 4 else 8.0)
+    for warmup, first in (0, 8.0), (1, 8.0), (4, 2.0):
+        rates = [learning_rate_at(i, 8.0, warmup, 20, shape) for i in (-100, -2, -1, 0)]
+        assert rates == [0, 0, 0, first]
 
 
 @pytest.mark.parametrize("odd", [lambda t: t[:-1], lambda t: t.reshape(-1), lambda t: None])
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
 def test_a_tensor_of_another_shape_is_refused(key, odd):
     """torch's kernels would read beside it; a right manifest does not know."""
-    model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+    model, optimizer, _ = stepped(torch.optim.AdamW)
     tensors = {f"{name}.{k}": t for name, p in model.named_parameters()
                for k, t in optimizer.state[p].items()}
     assert len(list(checked("x", model, optimizer, tensors.items()))) == 6
@@ -370,32 +316,34 @@ def test_a_tensor_of_another_shape_is_refused(key, odd):
         list(checked("x", model, optimizer, given.items()))
 
 
-FIFTH = {  # in ppo.py: what stands there, and what a fork puts in front of it
+FIFTH = {  # in ppo.py: what stands there, and what a fork puts in its place
+    "from load import autocast": "from load import load, autocast",
     "run = Run(  # COLLECTIVE\n": """\
 models["critic"] = critic = load(
     f"{policy_path}/../reward", "reward", system, device, head="scalar", trained=True)
 optimizers["critic"] = make_optimizer(critic, "reward", system, 1e-2, (beta1, beta2), adam_eps)
+run = Run(  # COLLECTIVE
 """,
-    "    sums = {}  # {metric: (sum, count)}, measured": '    lrs["critic"] = 1e-2\n',
+    "    sums = {}  # {metric: (sum, count)}, measured": """\
+    lrs["critic"] = 1e-2
+    sums = {}  # {metric: (sum, count)}, measured""",
     "                # the value model: squared error, with": """\
                 guessed = response_values(critic, mb)  # (b, W)
                 (masked_sum((guessed - mb["index"][:, None]) ** 2, m) / token_count).backward()
                 add_up(sums, m, {"loss/critic": (guessed - mb["index"][:, None]) ** 2})
-"""}
+                # the value model: squared error, with"""}
+WITHOUT = {  # a page without a gradient of the policy: the losses are of log-probs of this step
+    "grpo": MISTAKES["no_detach"][3:],
+    "ppo": [(None, 'ratio = (logprobs - mb["old_logprobs"])', "ratio = (logprobs - logprobs)")]}
 
 
 def drifts(rank):
     """For `before`: on rank 1 the critic becomes another one."""
-    import parallel
-
-    audit = parallel.audit
-
-    def changed(models, frozen, iteration):
+    def first(models, frozen, iteration):
         if iteration == 1 and rank == 1:
             next(models["critic"].parameters()).data.add_(1e-9)
-        return audit(models, frozen, iteration)
 
-    parallel.audit = changed
+    wrap(rooms_of(ROOT), "audit", first)
 
 
 def test_a_fifth_model_that_is_trained(world, tmp_path):
@@ -404,9 +352,7 @@ def test_a_fifth_model_that_is_trained(world, tmp_path):
     may be none of its inputs, nor another's work.
     """
     models, keys = ("policy", "value_model", "critic"), keys_of(world, "ppo.py")
-    edits = [(None, place, more + place) for place, more in FIFTH.items()]
-    script = copy_of(f"{tmp_path}/copy", [*edits, (
-        None, "from load import autocast", "from load import load, autocast")], script="ppo")
+    script = copy_of(f"{tmp_path}/copy", [(None, *edit) for edit in FIFTH.items()], script="ppo")
     script += "/ppo.py"
     whole = well(script, tmp_path / "whole", keys)
     cut = run(script, tmp_path / "cut", keys, before=at(1, signal.SIGTERM))
@@ -424,11 +370,6 @@ def test_a_fifth_model_that_is_trained(world, tmp_path):
     result = run(script, tmp_path / "drift", keys | dict(sync_check_interval=1), ranks=2,
                  before=drifts)
     assert_one_line(result, "ppo.py", "critic", "rank", code=1)
-
-
-WITHOUT = {  # a page without a gradient of the policy: the losses are of log-probs of this step
-    "grpo": MISTAKES["no_detach"][3:],
-    "ppo": [(None, 'ratio = (logprobs - mb["old_logprobs"])', "ratio = (logprobs - logprobs)")]}
 
 
 @pytest.mark.parametrize("script", WITHOUT)
