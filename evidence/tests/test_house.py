@@ -1,4 +1,4 @@
-"""Rules of the house: imports, keys, marks of collectives, names on the pages, a fork, the lock."""
+"""Rules of the house: imports, keys, collectives, names on the pages, a fork, mutants, the lock."""
 import ast
 import difflib
 import functools
@@ -13,6 +13,7 @@ import sys
 
 import pytest
 from configurator import read_keys
+from mutants import MUTANTS, path_of
 from packaging.requirements import Requirement
 from tiny import ROOT, Started, in_a_fork, jsonl, keys_of, of_copy, typed, well, write
 
@@ -26,9 +27,18 @@ def files(*folders):
 
 
 @functools.cache
-def tree_of(file):
+def text_of(file):
     with open(os.path.join(ROOT, file), encoding="utf-8") as f:
-        return ast.parse(f.read())
+        return f.read()
+
+
+@functools.cache
+def tree_of(file):
+    return ast.parse(text_of(file))
+
+
+def is_there(path):
+    return os.path.exists(os.path.join(ROOT, path))
 
 
 def imported(nodes):
@@ -38,8 +48,7 @@ def imported(nodes):
         [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])]
     names += [f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
               for alias in node.names]
-    paths = {name.replace(".", "/") + ".py" for name in names}
-    return {path for path in paths if os.path.exists(os.path.join(ROOT, path))}
+    return {path for path in (name.replace(".", "/") + ".py" for name in names) if is_there(path)}
 
 
 def test_imports_at_the_top_only_point_down_and_to_no_option():
@@ -54,8 +63,7 @@ def test_an_option_is_there_under_the_name_by_which_it_is_imported():
         for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.ImportFrom) and node.module.startswith(("options", "grading")):
                 names = imported([node]) or [node.module.replace(".", "/")]
-                assert all(os.path.exists(os.path.join(ROOT, name)) for name in names), (
-                    file, node.module)
+                assert all(map(is_there, names)), (file, node.module)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "optional":
                 option, function = node.args[0].value.split(".")
                 names = [getattr(n, "name", "") for n in tree_of(f"options/{option}.py").body]
@@ -98,9 +106,8 @@ def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
     sft = keys_of(world, "sft.py", max_iters=1, train_path=rows, val_path=rows, out_dir="sft")
     in_a_fork(plain_runs, tmp_path, ppo, sft)
     imported_files = {*(tmp_path / "files").read_text().split(), "ppo.py"} - {"options/cards.py"}
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-        text = " ".join(f.read().split())
-    said = re.search(r"page of (\d+) lines.*? (\d+) files under it, ([\d,]+) lines in all", text)
+    said = re.search(r"page of (\d+) lines.*? (\d+) files under it, ([\d,]+) lines in all",
+                     " ".join(text_of("README.md").split()))
     page, under, in_all = (int(number.replace(",", "")) for number in said.groups())
     assert imported_files <= {*files(), "grading/answers.py"}
     assert under == len(imported_files) - 1, imported_files
@@ -117,10 +124,8 @@ def test_grpo_is_ppo_without_a_value_model():
     """Its page and its loop are no longer than ppo.py's, and few of its lines are others."""
     both = []
     for page in ("ppo.py", "grpo.py"):
-        with open(os.path.join(ROOT, page), encoding="utf-8") as f:
-            lines = f.read().splitlines()
         loop = [node for node in tree_of(page).body if isinstance(node, ast.For)][-1]
-        both.append((lines, loop.end_lineno - loop.lineno))
+        both.append((text_of(page).splitlines(), loop.end_lineno - loop.lineno))
     (ppo, ppo_loop), (grpo, grpo_loop) = both
     assert len(grpo) <= len(ppo) and grpo_loop <= ppo_loop
     same = sum(block.size for block in difflib.SequenceMatcher(None, ppo, grpo, False)
@@ -148,37 +153,33 @@ def collectives(file):
         and re.match(r"A collective(?! where)", ast.get_docstring(node) or "")}
 
 
+def headings(page):
+    """As addresses within a page."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text_of(page).lower())
+    return {re.sub(r"[^\w\- ]", "", line.strip()).replace(" ", "-")
+            for line in re.findall("(?m)^#+ (.*)", text)}
+
+
 def test_what_the_pages_name_is_there():
-    """Files; and functions, classes and tests that they name as `FILE.py: NAME`."""
-    found = []
-    for page in ["README.md", "AGENTS.md", *glob.glob("docs/*.md", root_dir=ROOT)]:
-        with open(os.path.join(ROOT, page), encoding="utf-8") as f:
-            text = f.read()
-        found += re.findall(r"`([\w/]+\.py): (\w+)`", text)
+    """
+    Files; functions, classes and tests that they name as `FILE.py: NAME`; and links between the
+    pages lead to a file or to a heading.
+    """
+    pages, found = glob.glob("**/*.md", root_dir=ROOT, recursive=True), []
+    for page in [page for page in pages if not page.startswith("out/")]:  # what runs have left
+        for link in re.findall(r"\]\((?!http|ADDRESS)([^)\s]+)\)", text_of(page)):
+            file, _, heading = link.partition("#")
+            at = os.path.join(os.path.dirname(page), file) if file else page
+            assert is_there(at) and (not heading or heading in headings(at)), (page, link)
+        if page not in ("README.md", "AGENTS.md") and not page.startswith("docs/"):
+            continue
+        found += re.findall(r"`([\w/]+\.py): (\w+)`", text_of(page))
         for name in re.findall(r"(?<![\w/])(?:config|recipes|tests|evidence|assets)/[\w/]+\."
-                               r"(?!jsonl)\w+", text):
-            assert name == "recipes/NAME.diff" or os.path.exists(f"{ROOT}/{name}"), (page, name)
+                               r"(?!jsonl)\w+", text_of(page)):
+            assert name == "recipes/NAME.diff" or is_there(name), (page, name)
     assert len(found) > 50
     for file, name in found:
-        names = [getattr(node, "name", None) for node in ast.walk(tree_of(file))]
-        assert name in names, (file, name)
-
-
-def test_links_lead_somewhere():
-    """Between the pages, to a file or to a heading."""
-    def headings(page):
-        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", open(page, encoding="utf-8").read().lower())
-        return {re.sub(r"[^\w\- ]", "", line.strip()).replace(" ", "-")
-                for line in re.findall("(?m)^#+ (.*)", text)}
-
-    pages = [page for page in glob.glob("**/*.md", root_dir=ROOT, recursive=True)
-             if not page.startswith("out/")]  # what runs have left
-    for page in pages:
-        text = open(f"{ROOT}/{page}", encoding="utf-8").read()
-        for link in re.findall(r"\]\((?!http|ADDRESS)([^)\s]+)\)", text):
-            file, _, heading = link.partition("#")
-            at = f"{ROOT}/{os.path.dirname(page)}/{file}" if file else f"{ROOT}/{page}"
-            assert os.path.exists(at) and (not heading or heading in headings(at)), (page, link)
+        assert name in [getattr(node, "name", None) for node in ast.walk(tree_of(file))], name
 
 
 OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other functions of these names
@@ -187,7 +188,7 @@ OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other func
 @pytest.mark.parametrize("file", [*PAGES, "batches.py", "rollout.py", "rewards.py", "run.py"])
 def test_each_collective_is_marked(file):
     """On one of the call's lines, or of a call or block around it."""
-    lines, names = open(os.path.join(ROOT, file), encoding="utf-8").readlines(), collectives(file)
+    lines, names = text_of(file).splitlines(), collectives(file)
 
     def walk(node, marked):
         for child in ast.iter_child_nodes(node):
@@ -209,11 +210,9 @@ def test_a_fork_without_options_runs_its_tests(world, tmp_path):
     README's cp line, which docs/fork.md has too, copies so many lines; in the copy ppo, grpo, sft
     and rm run. Tests of an option are skipped; but not if the option is there.
     """
-    (said, line), (again,) = (re.search(form, open(f"{ROOT}/{page}").read(), re.DOTALL).groups()
-                              for page, form in (
-        ("README.md", r"copies what it uses, ([\d,]+) lines.*?\n    (cp -r [^\n]+) mine\n"),
-        ("docs/fork.md", r"\n    (cp -r [^\n]+) mine\n")))
-    assert line == again
+    said, line = re.search(r"copies what it uses, ([\d,]+) lines.*?\n    (cp -r [^\n]+) mine\n",
+                           text_of("README.md"), re.DOTALL).groups()
+    assert f"\n    {line} mine\n" in text_of("docs/fork.md")
     mine = str(tmp_path / "mine")
     os.mkdir(mine)
     subprocess.run(["bash", "-c", f"{line} {mine}"], cwd=ROOT, check=True)
@@ -230,9 +229,17 @@ def test_a_fork_without_options_runs_its_tests(world, tmp_path):
         "options/parts.py; type" in done.out[0]), done
 
 
+def test_each_mutant_can_be_made():
+    """mutants.py is run by hand. Its texts stand once in their files, and its tests are there."""
+    for tests, slips in MUTANTS.items():
+        assert is_there(path_of(tests)), tests
+        for file, old, new, chosen in slips:
+            assert text_of(file).count(old) == 1 and chosen, (file, old)
+            ast.parse(text_of(file).replace(old, new))
+
+
 def requirements(name):
-    with open(f"{ROOT}/{name}", encoding="utf-8") as f:
-        lines = [line.partition("#")[0].strip() for line in f]
+    lines = [line.partition("#")[0].strip() for line in text_of(name).splitlines()]
     return {r.name: r for r in map(Requirement, filter(None, lines))}
 
 
@@ -244,5 +251,4 @@ def test_the_lock_is_within_the_ranges():
     for name, r in requirements("requirements.txt").items():
         assert versions[name] in r.specifier, name
     for page in ("README.md", "requirements.txt"):
-        with open(f"{ROOT}/{page}", encoding="utf-8") as f:
-            assert set(re.findall(r"torch==([\w.]+)", f.read())) <= {versions["torch"]}, page
+        assert {*re.findall(r"torch==([\w.]+)", text_of(page))} <= {versions["torch"]}, page
