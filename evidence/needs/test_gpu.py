@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import ranks
-import tiny
 from gae import compute_gae
 from load import load
 from options import decoding_graph
 from rollout import draw
 from test_families import NO_SCORES, READ, rows_of_texts, save
-from tiny import ROOT, answer, assert_same_run, keys_of, keys_of_system, read_log, typed
+from tiny import (ROOT, answer, assert_same_run, assert_same_weights, keys_of, keys_of_system,
+                  read_log, typed)
 
 GPU = os.environ.get("QUARTET_GPU", "")
 DEVICE, ON_GPU = "cpu" if GPU == "cpu" else "cuda", GPU not in ("", "cpu")
@@ -52,8 +52,7 @@ def test_sampling_agrees_with_the_cpu(name, tmp_path, monkeypatch):
     monkeypatch.setattr(decoding_graph, "uncompiled", "")
     save(tmp_path, name)
     prompts = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64]]
-    out = []
-    ways = [("cpu", False), (DEVICE, False), (DEVICE, True)]
+    out, ways = [], [("cpu", False), (DEVICE, False), (DEVICE, True)]
     if ON_GPU and name in ("GPT-2", "Llama"):  # it takes half a minute
         ways.append((DEVICE, "compiled"))
     for device, graphs in ways:
@@ -217,8 +216,7 @@ def test_deterministic_runs_resume_bit_for_bit(world, tmp_path):
         ("whole", 4), ("again", 4), ("parts", 2), ("parts", 4))])
     assert done.returncode == 0, done.stderr
     for name in ("again", "parts"):
-        weights = [tiny.read_weights(f"{tmp_path}/{run}/out/policy") for run in ("whole", name)]
-        assert all(torch.equal(t, weights[1][n]) for n, t in weights[0].items())
+        assert_same_weights(f"{tmp_path}/whole/out", f"{tmp_path}/{name}/out")
 
 
 HUNGRY = f"""

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
-import transformers
 
-from byte_tokenizer import write_byte_tokenizer
 from load import load
-from tiny import EOS, MARKERS, PAD, keys_of_system
+from test_families import GPT, SIZES
+from test_model import CPU, random_model, written
+from tiny import EOS, keys_of_system
 
 
 def find_vllm():
@@ -29,19 +29,14 @@ def test_vllm_samples_what_the_policy_would(tmp_path, family):
     """Log-probs as we compute them, also of new weights; an end only at an end; a seed's noise."""
     from options.vllm import VLLM
 
-    config = dict(vocab_size=264, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD,
-                  initializer_range=0.15)  # vLLM's kernels want heads of 32 numbers
-    config |= dict(n_embd=64, n_layer=2, n_head=2, n_positions=64) if family == "gpt2" else dict(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, intermediate_size=96, max_position_embeddings=64,
+    # vLLM's kernels want heads of 32 numbers
+    config = GPT | dict(n_embd=64, n_head=2) if family == "gpt2" else SIZES | dict(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
         tie_word_embeddings=family == "qwen3")
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
-        family, **config)).save_pretrained(tmp_path)
-    write_byte_tokenizer(str(tmp_path), MARKERS)
     system = keys_of_system(timeout=600, vllm_cache=0.25, rollout_batch_size=64)
-    policy = load(str(tmp_path), "policy", system, torch.device("cpu"), trained=True)
-    vllm = VLLM(policy, system, torch.device("cpu"))
+    policy = load(written(tmp_path, random_model(family, config)), "policy", system, CPU,
+                  trained=True)
+    vllm = VLLM(policy, system, CPU)
     policy.tokenizer.eos_ids = {EOS, 65, 66, 67}
     prompts = [[49 + i, 43, 50] for i in range(6)] * 2
 

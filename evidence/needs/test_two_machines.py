@@ -20,8 +20,8 @@ ADDRESSES = "192.0.2.1", "192.0.2.2"  # of a network for examples (RFC 5737)
 CLONE_NEWNET = 0x40000000  # of setns: the network is changed
 
 
-def ip(*words):
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30)
+def ip(words):
+    return subprocess.run(["ip", *words.split()], capture_output=True, text=True, timeout=30)
 
 
 @pytest.fixture
@@ -31,17 +31,16 @@ def machines():
         pytest.skip("needs root, and ip of iproute2, to make two network namespaces")
     both = [(f"quartet{os.getpid()}-{number}", f"q{os.getpid() % 100000}-{number}")
             for number in range(2)]
-    steps = [("link", "add", both[0][1], "type", "veth", "peer", "name", both[1][1])]
+    steps = [f"link add {both[0][1]} type veth peer name {both[1][1]}"]
     for (name, card), address in zip(both, ADDRESSES, strict=True):
-        steps += [("netns", "add", name), ("link", "set", card, "netns", name),
-                  ("-n", name, "addr", "add", f"{address}/24", "dev", card),
-                  ("-n", name, "link", "set", "lo", "up"),
-                  ("-n", name, "link", "set", card, "up")]
-    problem = next((done.stderr for done in (ip(*step) for step in steps) if done.returncode), None)
+        steps += [f"netns add {name}", f"link set {card} netns {name}",
+                  f"-n {name} addr add {address}/24 dev {card}",
+                  f"-n {name} link set lo up", f"-n {name} link set {card} up"]
+    problem = next((done.stderr for done in map(ip, steps) if done.returncode), None)
     if problem is None:
         yield both
     for name, _ in both:
-        ip("netns", "del", name)  # and its end of the cable with it
+        ip(f"netns del {name}")  # and its end of the cable with it
     if problem is not None:
         pytest.skip(f"two network namespaces cannot be made here: {problem.strip()}")
 
@@ -74,7 +73,7 @@ def test_a_lost_machine_loses_nothing(machines, world, tmp_path):
         assert time.time() < end, [open(tmp_path / f"stderr-{rank}").read() for rank in range(2)]
         time.sleep(0.02)
     name, card = machines[1]
-    assert ip("-n", name, "link", "set", card, "down").returncode == 0
+    assert ip(f"-n {name} link set {card} down").returncode == 0
     os.kill(started.pids[1], signal.SIGKILL)
     open(tmp_path / "go", "w").close()
     result = started.wait(60)
