@@ -69,7 +69,7 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
         out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
         max_iters, frozen, list(trained)))
     if parallel.rank_and_size()[1] > 1:
-        optional("hosts.check_disk")(out_dir)  # COLLECTIVE
+        optional("mistakes.check_disk")(out_dir)  # COLLECTIVE
     return begun
 
 

@@ -61,7 +61,7 @@ def report_error(kind, error, trace):
         line = f"{os.path.basename(sys.argv[0])}: error{where}: {message}"
         print(line, file=sys.__stderr__, flush=True)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            optional("torchrun.tell")(line)
+            optional("failures.tell_torchrun")(line)
     with contextlib.suppress(OSError):  # the disk is full: the line above says so
         sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended

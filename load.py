@@ -86,7 +86,7 @@ def read_model(path, head, system, device="cpu", seed=0):
         config, arguments = config_and_arguments(path, head, system)
         if not os.path.isfile(os.path.join(path, "model.safetensors")) or (
                 getattr(config, "transformers_weights", None)):
-            from options.many_files import check_index
+            from options.folders import check_index
 
             check_index(path, config)
         hf, report = auto_class(head).from_pretrained(

@@ -53,7 +53,7 @@ def read_folder(path):
                       ("tokenizer.json", rb'"Replace"|\\u00[5-7]')):  # or its letters by numbers
         with contextlib.suppress(OSError), open(os.path.join(path, file), "rb") as f:
             if re.search(odd, f.read()):
-                optional("sizes.check_sizes")(path, file)  # more than a machine has?
+                optional("folders.check_sizes")(path, file)  # more than a machine has?
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()

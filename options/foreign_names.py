@@ -1,11 +1,9 @@
-"""
-What other trainers call their settings, and the key here: the tables of docs/coming_from_trl.md. It
-is read when a key is unknown, so that the line says what to type.
-"""
+"""What others call a key, for the line of an unknown one: docs/coming_from_trl.md's tables."""
 import difflib
 import functools
 import os
 import re
+from pathlib import Path
 
 from configurator import read_keys
 
@@ -47,15 +45,10 @@ def hint_for(key, keys):
 
 
 def rows_of_page():
-    """
-    ([their names], what to type here, what differs) of each row of the page's tables; none where
-    the page is not there, as in a fork.
-    """
-    page = os.path.join(ROOT, "docs", "coming_from_trl.md")
-    if not os.path.isfile(page):
-        return []
-    with open(page, encoding="utf-8") as f:
-        rows = re.findall(r"^\| (`.*`) \| (.*?) \| (.*?) ?\|$", f.read(), re.MULTILINE)
+    """([their names], what to type here, what differs) of each row of the page's tables."""
+    page = Path(ROOT, "docs", "coming_from_trl.md")  # a fork may lack it
+    rows = re.findall(r"^\| (`.*`) \| (.*?) \| (.*?) ?\|$",
+                      page.read_text("utf-8") if page.is_file() else "", re.MULTILINE)
     return [(re.findall("`(.*?)`", names), ours, remark) for names, ours, remark in rows]
 
 

@@ -20,12 +20,8 @@ def print_help(script, doc, keys):
     for paragraph in (doc or "").strip().split("\n\n"):
         if re.search(r"^ |  ", paragraph, re.MULTILINE):  # commands, a list or a table
             for line in paragraph.split("\n"):
-                command, sign, comment = line.partition("  # ")
-                if sign and len(line) > width:
-                    show(command.rstrip(), 4)
-                    line = f"    # {comment}"
                 column = len(re.match(r"(.*  )?( *\d\) )?", line)[0])  # the last one of a table
-                if column > width - 24:  # no room beside the others: below them
+                if column > width - 24 and len(line) > width:  # no room beside the others: below
                     show(line[:column].rstrip(), 8)
                     line, column = " " * 8 + line[column:], 8
                 show(line, column)

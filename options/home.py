@@ -1,7 +1,4 @@
-"""
-Paths that begin with ~. bash makes a path of it only in a word that begins with it, and that of
---out_dir=~/out does not: the run would make a folder with the name ~.
-"""
+"""Paths with ~, as --out_dir=~/out: bash reads it only where it begins a word."""
 import os
 import re
 

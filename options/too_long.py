@@ -1,6 +1,4 @@
-"""
-Rows of more tokens than a run has room for, by the key too_long: an error, dropped, or cut.
-"""
+"""Rows of more tokens than a run has room for, by the key too_long: an error, dropped, or cut."""
 from array import array
 
 from errors import BadInput, say
@@ -8,8 +6,8 @@ from errors import BadInput, say
 
 def cut_or_drop(rows, encoded, limit, too_long, cut, length, key):
     """
-    The ids of the rows that are left, from `encoded`, those of all rows, of which some have more
-    than `limit` tokens, or none. The others are taken out of the Rows. See prompts.encode_rows.
+    The ids of the rows that are left, from `encoded`, those of all, of which some have more than
+    `limit` tokens, or none. The others are taken out of the Rows. See prompts.encode_rows.
     """
     path, lengths = rows.path, [length(ids) for ids in encoded]
     if limit < 1:

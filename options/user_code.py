@@ -1,13 +1,9 @@
-"""
-The user's functions, given as FILE.py:FUNCTION: rewards, environments, tools. Such a file imports
-helpers that lie beside it.
-"""
+"""The user's functions, FILE.py:FUNCTION: rewards, environments, tools. Helpers lie beside it."""
 import functools
 import importlib.util
 import os
 import re
 import sys
-import traceback
 
 from errors import BadInput, first_line
 from prompts import hash_inputs
@@ -16,10 +12,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def load_function(named, folder, where):
-    """
-    The function of FILE.py:FUNCTION. The file, relative to folder, is imported: it is trusted like
-    the rest of the code. where: the beginning of error messages. Raises BadInput.
-    """
+    """The function FILE.py:FUNCTION; FILE is relative to folder, and trusted. where: in errors."""
     file, colon, name = named.rpartition(":")
     if not colon:
         raise BadInput(f"{where}: wanted FILE.py:FUNCTION, found {named!r}")
@@ -52,17 +45,14 @@ def load_file(path, where):
     except BadInput:
         raise
     except (Exception, SystemExit) as e:  # any error of the file is reported with its line
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        line = lines[-1] if lines else getattr(e, "lineno", "?")
-        raise BadInput(f"{where}: {path}, line {line}: {first_line(e)}") from e
+        from options.mistakes import line_of
+
+        raise BadInput(f"{where}: {path}, line {line_of(path, e)}: {first_line(e)}") from e
     return module
 
 
 def check_helpers(path, source, where):
-    """
-    Raise BadInput where a file imports a helper with the name of a file or folder of quartet, or of
-    a module that is there already, such as a helper in another folder: it would get that one.
-    """
+    """Raise BadInput where a helper has the name of a part of quartet, or of a loaded module."""
     folder = os.path.dirname(path)
     for name in re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE):
         other = getattr(sys.modules.get(name), "__file__", None)

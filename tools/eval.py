@@ -33,7 +33,6 @@ from errors import BadInput, say, shorten  # noqa: E402
 from grading.answers import final_answer, same_answer, whole_responses  # noqa: E402
 from load import load, load_reward_model  # noqa: E402
 from options.hub import check_name  # noqa: E402
-from options.mistakes import check_folder  # noqa: E402
 from prompts import encode_prompts, read_prompts, rows_to_evaluate  # noqa: E402
 from rewards import check_rows, reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch  # noqa: E402
@@ -77,7 +76,7 @@ if right_by not in ["accuracy", *reward_names]:
     raise BadInput(f"right_by = {right_by!r} is not measured; name it in --reward_functions, too")
 modes = {"greedy": (0.0, 1)} | ({"sampled": (temperature, samples)} if samples else {})
 for path in paths.values():  # all of them, before the first one answers
-    (check_folder if os.path.isdir(path) else check_name)(path)
+    check_name(path)
 reward_model, all_rows = None, None
 records = []  # a dict for each response
 for policy_name, path in paths.items():

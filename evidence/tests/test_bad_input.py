@@ -142,7 +142,7 @@ sft.py --init_from=$bare | this folder has no tokenizer
 rm.py --train_path=$true.jsonl | line 2; 'margin'; True
 rm.py --train_path=$sure.csv | row 2; 'confidence'; 1.5
 rm.py --train_path=$trees.jsonl | whole dialogues; python data/convert.py --source=
-sft.py --train_path=$lines.csv | separated by commas
+sft.py --train_path=$lines.csv | 'prompt'; prompt|answer
 
 tools/plot.py --runs=nowhere | nowhere
 tools/plot.py --runs=$began | began

@@ -1,6 +1,7 @@
 """
-A folder whose files ask for more than any machine has: more layers or labels than any model, or a
-tokenizer that makes each text many times longer. transformers would build what they say, for hours.
+What the files of a folder may not say: more layers or labels than any model has, or a tokenizer
+that makes each text many times longer, which transformers would build, for hours; or that the
+weights are no safetensors, or in another folder.
 """
 import os
 import re
@@ -29,6 +30,22 @@ def check_sizes(path, file):
     if growth > GROWTH:
         raise BadInput(f"{path}: its tokenizer.json replaces letters by texts that are together "
                        f"{growth:,.0f} times as long; give another tokenizer")
+
+
+def check_index(path, config):
+    """
+    Raise BadInput where the list of a model's files of weights names others than safetensors in its
+    own folder: transformers would read a pickle, or a file of another folder.
+    """
+    from transformers.utils import cached_file
+
+    for name in "model.safetensors.index.json", getattr(config, "transformers_weights", None) or "":
+        file = name.endswith(".json") and cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False)
+        for part in set(read_json(file)["weight_map"].values()) if file else ():
+            if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
+                raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
+                               "folder; convert the model with save_pretrained")
 
 
 def fits_between(pattern):
