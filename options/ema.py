@@ -1,6 +1,4 @@
-"""
-The key ema_decay: the moving average of the policy's weights, saved as out_dir/ema_policy.
-"""
+"""The key ema_decay: the moving average of the policy's weights, out_dir/ema_policy."""
 import contextlib
 
 import torch
@@ -15,18 +13,16 @@ class MovingAverage:
     """
     Exponential moving average of a model's trained parameters, in at least fp32 (DeepSpeed-Chat
     keeps one of its actor, arXiv 2308.01320, section 2.2). After each step,
-
+    
         average = decay * average + (1 - decay) * weights
-
-    Where the weights are sharded, each rank averages its shards.
     """
 
     def __init__(self, model, decay, folder=None):
         """folder: of a checkpoint. Without one that has an average it begins as the weights are."""
         self.model, self.decay = model, decay
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names, self.parameters = list(trained), list(trained.values())
-        self.averages = [at_least_float32(my_part(p.detach())).clone() for p in self.parameters]
+        # {parameter: its average}, split as it is
+        self.averages = {p: like(at_least_float32(my_part(p.detach())).clone(), p)
+                         for p in model.parameters() if p.requires_grad}
         if folder and (saved := dict(read_tensors(folder, "ema"))):
             for name, t in self.tensors().items():
                 parallel.copy_into(t, saved[name])  # the whole one: this rank takes its part
@@ -38,14 +34,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self):
-        for average, p in zip(self.averages, self.parameters, strict=True):
-            average.lerp_(my_part(p.detach()).to(average.dtype), 1 - self.decay)
+        for p, average in self.averages.items():
+            my_part(average).lerp_(my_part(p.detach()).to(average.dtype), 1 - self.decay)
 
     @contextlib.contextmanager
     def in_place(self):
         """In this block, the model has the averages as its parameters: others, in their dtype."""
-        others = {p: torch.nn.Parameter(like(average, p)) for p, average in zip(
-            self.parameters, self.averages, strict=True)}
+        others = {p: torch.nn.Parameter(average) for p, average in self.averages.items()}
         exchange(self.model, others)
         try:
             yield
@@ -53,9 +48,8 @@ class MovingAverage:
             exchange(self.model, {other: p for p, other in others.items()})
 
     def tensors(self):
-        """{name: average}; of a sharded parameter this rank's part of it."""
-        return {name: like(t, p) for name, p, t in zip(
-            self.names, self.parameters, self.averages, strict=True)}
+        return {name: self.averages[p] for name, p in self.model.named_parameters()
+                if p in self.averages}
 
 
 def exchange(model, others):

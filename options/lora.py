@@ -9,15 +9,15 @@ lora=16 and share_base=True:
        | base (of all three)
     reference   Model     embedding, layers, norm, LM head         frozen, in memory once
 
-Without share_base the reward and the value model have trunks of their own.
-
-How an adapter gets into transformers' model: from its first use on, each of its linear maps has a
-hook, which adds scale B A x to the map's output while the Adapted is the one `in_use`.
+Without share_base the reward and the value model have trunks of their own. From its first use on
+each linear map of an adapter has a hook, which adds scale B A x to the map's output while the
+Adapted is the one `in_use`.
 """
 import contextlib
 import glob
 import json
 import os
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -27,8 +27,7 @@ from configurator import for_model, read_json, write_json
 from errors import BadInput, optional, say, shorten
 from load import read_model
 from model import at_least_float32
-from options.layers import layers_of
-from options.trunk import OnTrunk
+from options.trunk import OnTrunk, layers_of
 
 # a mixture's modules that choose experts, or weigh them: linear maps, or with such maps inside
 ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
@@ -95,14 +94,12 @@ class Adapted(OnTrunk):
 
     def hook(self):
         """Let the trunk's linear maps ask this adapter, from now on."""
-        for key in self.adapters:
-            linear = self.hf.base_model.get_submodule(key.replace("/", "."))
-            self.hooks.append(linear.register_forward_hook(
-                lambda linear, inputs, y, key=key: self.added(key, inputs[0], y)))
+        def added(linear, inputs, y, adapter):  # y (..., out) of the map, for x (..., in)
+            return y + adapter(inputs[0]).to(y.dtype) if in_use is self else y
 
-    def added(self, key, x, y):
-        """The hook of a linear map: its output y (..., out) for x (..., in), plus the adapter's."""
-        return y + self.adapters[key](x).to(y.dtype) if in_use is self else y
+        for key, adapter in self.adapters.items():
+            linear = self.hf.base_model.get_submodule(key.replace("/", "."))
+            self.hooks.append(linear.register_forward_hook(partial(added, adapter=adapter)))
 
     def states(self, tokens):
         with using(self):
@@ -126,10 +123,7 @@ class Adapted(OnTrunk):
         return W
 
     def save_adapter(self, folder):
-        """
-        Write adapter_config.json and adapter_model.safetensors, for peft and for load_adapted. The
-        path in them is that of the model with the trunk.
-        """
+        """Write adapter_config.json and adapter_model.safetensors, for peft and load_adapted."""
         from safetensors.torch import save_file
 
         os.makedirs(folder, exist_ok=True)
@@ -145,17 +139,16 @@ class Adapted(OnTrunk):
         # only one note: the same adapter must have the same bytes, and safetensors writes several
         # in an order that changes from process to process. peft needs none
         notes = {"format": "pt"}
-        if scalar:
-            more = {}
-            if self.tokenizer.chats:  # with which template it reads, and which keys
-                more = self.tokenizer.chats.keys
-                self.tokenizer.save(folder)
-            notes = {"score_shift": json.dumps(dict(score_shift=self.score_shift, **more))}
         tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(self).items()}
         if scalar:
-            tensors["base_model.model.score.weight"] = self.score.weight.detach().cpu() * self.unit
+            tensors[SCORE] = tensors[SCORE] * self.unit
+            known = dict(score_shift=self.score_shift)
+            if self.tokenizer.chats:  # with which template it reads, and which keys
+                known |= self.tokenizer.chats.keys
+                self.tokenizer.save(folder)
+            notes = {"score_shift": json.dumps(known)}
         save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
-        why = "it has MLPs beside experts" if peft_misreads(self) else ""
+        why = "it has MLPs beside experts" * peft_misreads(self)
         if os.path.isfile(os.path.join(self.path, "adapter_config.json")):
             why = f"its base {self.path} is an adapter, too"
         if why:
@@ -265,6 +258,7 @@ PLAIN = dict.fromkeys((
     "target_modules", "task_type", "use_rslora"))
 PLAIN |= dict(peft_type=["LORA"], bias=["none"], revision=["main"],  # the weights of the base
               init_lora_weights=[True, "gaussian", "orthogonal"])
+SCORE = "base_model.model.score.weight"  # peft's name of a scalar head
 
 
 def adapter_tensors(model):
@@ -274,7 +268,7 @@ def adapter_tensors(model):
         name = f"{prefix}.{key.replace('/', '.')}"
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a.A, a.B
     if model.head == "scalar":
-        tensors["base_model.model.score.weight"] = model.score.weight
+        tensors[SCORE] = model.score.weight
     return tensors
 
 
@@ -289,17 +283,14 @@ def peft_misreads(model):
 
 def read_adapter(folder):
     """
-    (settings, tensors, {"score_shift", and the keys that Chats.keys names} or {}) of an adapter's
-    folder, written by save_adapter or peft. Raises BadInput where a file is broken, or the adapter
-    is more than scale B A x.
+    (settings, tensors, {score_shift, and Chats.keys} or {}) of a folder by save_adapter or peft.
+    Raises BadInput where a file is broken, or the adapter is more than scale B A x.
     """
     from safetensors import SafetensorError, safe_open
 
     config, file = (os.path.join(folder, f"adapter_{x}") for x in ("config.json",
                                                                    "model.safetensors"))
     try:
-        if not os.path.isfile(file):
-            raise OSError(f"there is no file {file}")
         settings = dict(peft_type="LORA", r=8, lora_alpha=8) | read_json(config)
         with safe_open(file, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
@@ -317,10 +308,7 @@ def read_adapter(folder):
 
 
 def load_adapted(base, folder, head="lm"):
-    """
-    An Adapted from an adapter's folder. base: the model that the adapter was trained on. Raises
-    BadInput, also if the adapter was trained on another folder's model.
-    """
+    """An Adapted from a folder. base: the model that it was trained on. Raises BadInput."""
     if base is None:
         raise BadInput("share_base: the policy needs an adapter, too; type --lora=16")
     settings, tensors, _ = read_adapter(folder)
@@ -385,9 +373,9 @@ def read_merged(folder, head, system, device, seed):
     """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
     base = base_of(folder)
     # of others tokenizer.read_folder asks it; the tokenizer of this base is not read
-    optional("sizes.check_sizes")(base, "config.json")
+    optional("folders.check_sizes")(base, "config.json")
     model = read_model(base, head, system, device, seed)
-    has_head = "base_model.model.score.weight" in read_adapter(folder)[1]
+    has_head = SCORE in read_adapter(folder)[1]
     if has_head and head == "lm":
         raise BadInput(f"{folder}: this adapter has a score head: it makes a reward model, not a "
                        "language model")

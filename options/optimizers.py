@@ -19,21 +19,21 @@ FLOOR = 2.0**20
 
 
 def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
-    """
-    The optimizer of the model `name` by the keys optim, weight_decay, zero_stage and offload.
-    narrow: some of its weights have 16 bits. Raises BadInput.
-    """
-    groups = [dict(params=[p for p in model.parameters() if p.requires_grad])]
-    if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
-        groups = groups_of(model)
+    """The optimizer of the model `name` by its keys. narrow: some of its weights have 16 bits."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # weight_decay is for matrices alone: it would pull norms to 0
+    vectors = vectors_of(model) if system.weight_decay > 0 else set()
+    groups = [dict(params=[p for p in trained if p not in vectors])]
+    if small := [p for p in trained if p in vectors]:
+        groups.append(dict(params=small, weight_decay=0.0))
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
         fused=this_rank.role == "train")  # others never step
     if narrow or for_model(system.optim, name) not in ("", "adamw"):
         kind, settings = other_optimizer(model, system, name, lr, betas, eps)
     own = ":" in for_model(system.optim, name)  # a user's class may take no groups
-    whole = own and len(groups) == 1
-    make = functools.partial(kind, groups[0]["params"] if whole else groups, **settings)
+    plain = groups[0]["params"] if own and len(groups) == 1 else groups
+    make = functools.partial(kind, plain, **settings)
     if system.zero_stage or system.offload:
         from options.shards import optimizer_of
 
@@ -51,20 +51,10 @@ def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
     return optimizer
 
 
-def groups_of(model):
-    """Groups of a model's trained parameters: weight_decay is for matrices, not for vectors."""
-    vectors, trained = vectors_of(model), [p for p in model.parameters() if p.requires_grad]
-    groups = [dict(params=[p for p in trained if p not in vectors])]
-    if small := [p for p in trained if p in vectors]:
-        groups.append(dict(params=small, weight_decay=0.0))
-    return groups
-
-
 def vectors_of(model):
     """
-    The parameters that are vectors, also where a tensor has one for each expert or head: beside
-    tensors with a matrix for each, as a bias (gpt-oss), in a norm (Cohere), or as the decays of a
-    state space (Jamba).
+    The parameters that are vectors, also beside tensors with a matrix for each expert or head: as a
+    bias (gpt-oss), in a norm (Cohere), or as the decays of a state space (Jamba).
     """
     vectors = set()
     for module in model.modules():
@@ -77,28 +67,22 @@ def vectors_of(model):
 
 
 def other_optimizer(model, system, name, lr, betas, eps):
-    """
-    (class, its settings) of the key optim for the model `name`, but torch's own AdamW.
-
-    Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
-    of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
-    AdamW's alone.
-    """
+    """(class, its settings) of the key optim for the model `name`, but torch's own AdamW."""
     kind = for_model(system.optim, name)
+    settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
     if kind in ("", "adamw"):
-        return WideAdamW, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+        return WideAdamW, settings
     if ":" in kind:
-        return of_file(kind, system, name, dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay))
-    if kind not in ("adafactor", "adamw8bit"):
+        return of_file(kind, system, name, settings)
+    most = dict(adamw8bit=0, adafactor=1).get(kind)
+    if most is None:
         raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit or "
                        "FILE.py:CLASS, for all models or as policy=adafactor,value=adamw")
-    most = dict(adamw8bit=0, adafactor=1)[kind]
     if int(for_model(system.zero_stage, name) or 0) > most or for_model(
             system.offload, name) not in ("", "none"):
         raise BadInput(f"optim: {kind} needs whole matrices on the GPU, so {name} can be at stage "
                        f"{most} at most, and not offloaded; change zero_stage or offload")
-    if kind == "adafactor":
+    if kind == "adafactor":  # betas and eps are AdamW's alone
         # 1e-15 squared is the paper's epsilon_1; torch multiplies weight_decay by this small lr
         # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
         return Adafactor, dict(lr=lr, weight_decay=system.weight_decay * FLOOR,
@@ -106,20 +90,15 @@ def other_optimizer(model, system, name, lr, betas, eps):
     if any(p.requires_grad and p.dtype.itemsize == 2 for p in model.parameters()):
         raise BadInput("optim: adamw8bit wants gradients in the dtype of the weights, and those of "
                        "master_weights = False are summed in float32; type --optim=adafactor")
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as e:
-        raise BadInput("optim = 'adamw8bit' needs the package bitsandbytes: pip install "
-                       "bitsandbytes") from e
-    return AdamW8bit, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit, settings
 
 
 def of_file(kind, system, name, settings):
     """
-    (class, its settings) of FILE.py:CLASS, the user's. It gets those of lr, betas, eps and
-    weight_decay that it takes by name, or its base where it hands **settings on. What it keeps is
-    saved: see options/fork_state.py. On split models (zero_stage 2 and 3) its parameters are
-    DTensors. Raises BadInput.
+    (class, its settings) of FILE.py:CLASS: those that it takes by name, or its base where it hands
+    **settings on. Of split models (zero_stage 2 and 3) it gets DTensors. Raises BadInput.
     """
     from options.user_code import load_function
 
@@ -157,7 +136,10 @@ class WideAdamW(torch.optim.AdamW):
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch's, with a learning rate that is the size of a step."""
+    """
+    The paper's (arXiv 1804.04235) without its section 8: as AdamW's, the learning rate is the size
+    of a step, and is not multiplied by the size of the weights.
+    """
 
     def step(self):
         for group in self.param_groups:

@@ -1,7 +1,4 @@
-"""
-A model of which a rank does not hold all, on its device and in 16 bits or more: the keys roles,
-zero_stage, offload and quantize.
-"""
+"""Models not wholly, or not in 16 bits, on the device: roles, zero_stage, offload, quantize."""
 import contextlib
 import os
 
@@ -13,10 +10,7 @@ from ranks import this_rank
 
 
 def load_part(path, name, system, device, head, trained, adapter, seed):
-    """
-    A collective where zero_stage splits the model: the Model of a folder, frozen or
-    trained. The arguments: see load.load; adapter: what the key lora says of it.
-    """
+    """A collective where zero_stage splits the model: its Model. Its arguments are load.load's."""
     part = dict(policy="sample", reward="score", judge="score").get(name)
     if not adapter and this_rank.role != "train" and part not in this_rank.does:
         # ranks of another role have the weights

@@ -1,15 +1,10 @@
-"""
-The key gradient_checkpointing: the backward pass computes the activations of each layer again.
-"""
+"""The key gradient_checkpointing: the backward pass computes each layer's activations again."""
 from errors import BadInput
-from options.layers import layers_of
+from options.trunk import layers_of
 
 
 def recompute(model):
-    """
-    Gradient checkpointing, transformers' own, for a Model. A step takes a third longer, and far
-    less memory. Raises BadInput where a family has none.
-    """
+    """transformers' gradient checkpointing: a step takes a third longer, and far less memory."""
     if not model.hf.supports_gradient_checkpointing:
         raise BadInput(f"{model.path}: transformers' {type(model.hf).__name__} has no gradient "
                        "checkpointing; type --gradient_checkpointing=False")

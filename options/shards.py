@@ -21,10 +21,10 @@ from checkpoint import unwrapped
 from configurator import for_model
 from errors import BadInput
 from load import dtypes, freeze_or_train, read_model
-from options.layers import layers_of
 from options.parts import outline
 from options.recompute import recompute
 from options.sixteen_bits import matrices_of
+from options.trunk import layers_of
 from parallel import alone, comm_device, copy_into, from_rank, is_shard, my_part, rank_and_size
 from ranks import this_rank
 
@@ -59,23 +59,26 @@ def offload_of(system, name, trained, is_head=False):
 
 def load_split(path, name, system, device, head, trained, adapter, seed):
     """
-    load.load's read_model and freeze_or_train, but the model is split over the ranks if its stage
+    load.load's read_model and freeze_or_train, of a model that is split over the ranks if its stage
     says so (a collective), or waits in the CPU's memory if it is frozen and offload says so.
     """
     whole = trained and not adapter  # with LoRA the model itself is frozen
     stage, offload = stage_of(system, name), offload_of(system, name, trained)
+    splits = rank_and_size()[1] > 1 and stage >= (2 if whole else 3)
     if offload not in ("none", "optimizer", "params") or offload == "optimizer" and not trained:
         raise BadInput(f"offload = {system.offload!r}: wanted none, optimizer (of a trained model) "
                        "or params, for all models or as policy=optimizer,ref=params")
     if trained and offload == "params" and (stage < 2 or adapter):
-        raise BadInput(f"offload: the parameters of {name} are in use all the time unless they are "
-                       f"sharded; type --zero_stage={name}=3 (without LoRA), or "
-                       f"--offload={name}=optimizer")
-    if not splits(stage, whole):
-        model = read_model(path, head, system, "cpu" if offload == "params" else device, seed)
+        raise BadInput(f"offload: the parameters of {name} are always in use unless sharded; type "
+                       f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer")
+    home = "cpu" if offload == "params" else device
+    if not splits:
+        model = read_model(path, head, system, home, seed)
         freeze_or_train(model, system, trained, adapter)
-        if offload == "params" and device.type != "cpu":
-            wait_on_cpu(model, device)
+        if offload == "params" and device.type != "cpu":  # `fetched` moves it there for its calls
+            model.must_fetch = True
+            for p in model.parameters() if device.type == "cuda" else ():
+                p.data = p.data.pin_memory()  # pinned memory copies faster
         return model
     # only rank 0 reads the files, into the CPU's memory; it sends every rank its parts
     read = []
@@ -83,33 +86,20 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
     def read_whole():
         read.append(read_model(path, head, system, "cpu", seed))
         freeze_or_train(read[0], system, trained, adapter)
-        return [name for name, p in read[0].named_parameters() if not p.requires_grad]
+        return [name for name, p in read[0].named_parameters() if p.requires_grad]
 
-    frozen, model = alone(read_whole), outline(path, head, system)  # COLLECTIVE
+    steps, model = set(alone(read_whole)), outline(path, head, system)  # COLLECTIVE
     if not whole:  # a trained model keeps its 32 bits
         freeze_or_train(model, system, False, adapter)
-    model.requires_grad_(whole)
-    for frozen_name in frozen:
-        model.get_parameter(frozen_name).requires_grad_(False)
+    for its, p in model.named_parameters():
+        p.requires_grad_(its in steps)
     if trained and system.gradient_checkpointing:
         recompute(model)
     shard(model, stage, offload, device, dtypes(system)[1] if whole else None)
-    model.to_empty(device="cpu" if offload == "params" else device)
+    model.to_empty(device=home)
     model.hf.tie_weights()  # to_empty makes two tensors of a tied one
     fill_from_rank_0(model, read[0] if read else None)  # COLLECTIVE
     return model
-
-
-def splits(stage, trained):
-    """Whether a stage splits a model's weights over the ranks."""
-    return rank_and_size()[1] > 1 and stage >= (2 if trained else 3)
-
-
-def wait_on_cpu(model, device):
-    """Keep a frozen model in the CPU's memory; `fetched` moves it to the device for its calls."""
-    model.must_fetch = True
-    for p in model.parameters() if device.type == "cuda" else ():
-        p.data = p.data.pin_memory()  # pinned memory copies faster
 
 
 def shard(model, stage, offload, device, matrices=None):
@@ -117,22 +107,21 @@ def shard(model, stage, offload, device, matrices=None):
     FSDP2: a layer is gathered while it computes (stage 3), or from its forward until its backward
     pass (stage 2). Embedding and head, outside the layers, are gathered for the whole forward.
 
-    matrices: the dtype to which autocast rounds the matrices of a trained model; None: it does not.
-    A layer is then rounded first and gathered after it: half of the traffic, the same numbers. Its
-    norms, which autocast does not round, are gathered separately; so are embedding and head: their
-    gradients may be sums over chunks, in 32 bits. A layer with vectors and matrices in one module,
-    such as gpt-oss's, is not rounded.
+    matrices: the dtype to which autocast rounds a trained model's; None: it does not. A layer is
+    then rounded first and gathered after it: half of the traffic, the same numbers. Its norms,
+    which autocast does not round, are gathered separately, and so are embedding and head: their
+    gradients may be sums over chunks, in 32 bits. A layer with both in one module is not rounded.
     """
     from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard,
                                         register_fsdp_forward_method)
 
     model.must_fetch = True
-    model.by_layer = by_layer = stage == 3
-    settings = dict(mesh=mesh_of_ranks(device))
+    model.by_layer = stage == 3
+    settings = dict(mesh=mesh_of_ranks(device), reshard_after_forward=model.by_layer)
     if offload == "params":
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    rounded = dict(mp_policy=MixedPrecisionPolicy(
-        param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False))
+    rounded = MixedPrecisionPolicy(
+        param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False)
     narrow = {id(p) for p in matrices_of(model)}
     for layer in layers_of(model):
         wide = [m for m in layer.modules()
@@ -140,15 +129,16 @@ def shard(model, stage, offload, device, matrices=None):
                 and any(id(p) not in narrow for p in m.parameters(recurse=False))]
         norms = [m for m in wide if not narrow & set(map(id, m.parameters()))]
         if matrices and norms:
-            fully_shard(norms, reshard_after_forward=by_layer, **settings)
-        fully_shard(layer, reshard_after_forward=by_layer, **settings,
-                    **(rounded if matrices and norms == wide else {}))
+            fully_shard(norms, **settings)
+        more = dict(mp_policy=rounded) if matrices and norms == wide else {}
+        fully_shard(layer, **settings, **more)
     inputs, outputs = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
     if outputs is None or inputs.weight is not outputs.weight:  # it is as large as many layers
-        fully_shard(inputs, reshard_after_forward=by_layer, **settings)
+        fully_shard(inputs, **settings)
     # a scalar head is one row: not worth a split
     head = {model.hf.score.weight} if model.head == "scalar" else set()
-    fully_shard(model, reshard_after_forward=False, ignored_params=head, **settings)
+    settings["reshard_after_forward"] = False
+    fully_shard(model, ignored_params=head, **settings)
     # some trunks return a view of their states, and FSDP warns of writing into it: nobody does
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPModel\) returned a view")
     # the methods that run the trunk. A head that reads its states has its weights until after the
@@ -158,30 +148,24 @@ def shard(model, stage, offload, device, matrices=None):
 
 
 def mesh_of_ranks(device):
-    """The ranks over which a model is split, as torch's mesh."""
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
 
-    if this_rank.group:
-        return DeviceMesh.from_group(this_rank.group, device.type)
-    return init_device_mesh(device.type, (rank_and_size()[1],))
+    return DeviceMesh.from_group(this_rank.group or dist.group.WORLD, device.type)
 
 
 @torch.no_grad()
 def fill_from_rank_0(model, whole):
     """A collective: give a sharded model the weights of `whole`, which is None but on rank 0."""
     own = [*model.hf.parameters(), *model.hf.buffers()]
-    theirs = [*whole.hf.parameters(), *whole.hf.buffers()] if whole else [None] * len(own)
+    theirs = [*whole.hf.parameters(), *whole.hf.buffers()] if whole else own
     for t, source in zip(own, theirs, strict=True):
-        if source is None:
-            sent = torch.empty(t.shape, dtype=t.dtype, device=parallel.comm_device())
-        else:
-            sent = source.to(parallel.comm_device(), t.dtype).contiguous()
+        sent = torch.empty(t.shape, dtype=t.dtype, device=comm_device())
+        if whole:
+            sent.copy_(source)
         dist.broadcast(sent, group_src=0, group=this_rank.group)  # COLLECTIVE
         copy_into(t, sent)
-    facts = [whole.new_head, whole.score_shift] if whole else [0.0, 0.0]
-    facts = torch.tensor(facts, dtype=torch.float64, device=parallel.comm_device())
-    dist.broadcast(facts, group_src=0, group=this_rank.group)  # COLLECTIVE
-    model.new_head, model.score_shift = bool(facts[0]), facts[1].item()
+    model.new_head, model.score_shift = from_rank(  # COLLECTIVE
+        whole and [whole.new_head, whole.score_shift])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,15 +176,15 @@ def fill_from_rank_0(model, whole):
 def fetched(model, device):
     """
     In this block a model that is split, or waits in the CPU's memory, can be called without
-    gradients. After the block, also after an error, the gathered layers are freed: FSDP by itself
-    frees them only in a backward pass.
+    gradients. Behind it the gathered layers are freed, which FSDP does in backward passes alone.
     """
-    model = trunk_of(model)
-    if fsdp_modules(model):  # not by is_shard: gathered parameters are no shards
+    model, parts = trunk_and_parts(model)
+    if parts:  # not by is_shard: gathered parameters are no shards
         try:
             yield
         finally:
-            reshard(model)
+            for part in parts:
+                part.reshard()
         return
     tensors = [*model.parameters(), *model.buffers()]
     homes = [t.data for t in tensors]
@@ -216,33 +200,24 @@ def fetched(model, device):
 @contextlib.contextmanager
 def gathered(model):
     """A collective: the block in which a sharded model, which it gives, is whole on each rank."""
-    trunk = trunk_of(model)
-    modules = fsdp_modules(trunk)
+    trunk, parts = trunk_and_parts(model)
     trunk.set_reshard_after_forward(False)
-    for module in modules:
-        module.unshard()  # COLLECTIVE
+    for part in parts:
+        part.unshard()  # COLLECTIVE
     try:
         yield model
     finally:
-        reshard(trunk)
+        for part in parts:
+            part.reshard()
         trunk.set_reshard_after_forward(trunk.by_layer)
         trunk.set_reshard_after_forward(False, recurse=False)
 
 
-def trunk_of(model):
-    """The Model that has the trunk on which a model stands: mostly itself."""
-    return model if model.base is None else trunk_of(model.base)
-
-
-def fsdp_modules(model):
-    """The modules of a model that FSDP gathers, each as a whole."""
-    return [module for module in model.modules() if hasattr(module, "reshard")]
-
-
-def reshard(model):
-    """Free the gathered layers of a sharded model; parameters() are the shards again."""
-    for module in fsdp_modules(model):
-        module.reshard()
+def trunk_and_parts(model):
+    """The Model on whose trunk a model stands, mostly itself; its modules that FSDP gathers."""
+    while model.base is not None:
+        model = model.base
+    return model, [module for module in model.modules() if hasattr(module, "reshard")]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -322,8 +297,8 @@ def tensors_by_name(optimizer, model):
     if unwrapped(optimizer) is not optimizer:  # stage 1: a rank has some parameters' states
         tensors = everyones(tensors)  # COLLECTIVE
     order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
-    in_order = sorted(tensors, key=lambda full: (order[full.rpartition(".")[0]], full))
-    return {full: tensors[full] for full in in_order}
+    return dict(sorted(tensors.items(), key=lambda item: (
+        order[item[0].rpartition(".")[0]], item[0])))
 
 
 def load_by_name(optimizer, model, tensors):
@@ -352,14 +327,13 @@ class OffloadedAdamW(torch.optim.AdamW):
     def step(self, closure=None):
         from torch.optim.adamw import adamw
 
-        if not hasattr(self, "weights"):
-            # {parameter: (weights, version)}, filled at the first step, when a checkpoint has been
-            # loaded; and again where another has written: a new value head's unit (Model.follow)
-            self.weights = {}
+        # {parameter: (weights, version)}, filled at the first step, when a checkpoint has been
+        # loaded; and again where another has written: a new value head's unit (Model.follow)
+        weights = vars(self).setdefault("weights", {})
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state, on_device = self.state[p], my_part(p)
-                weight, version = self.weights.get(p, (None, None))
+                weight, version = weights.get(p, (None, None))
                 if version != p._version:
                     weight = on_device.detach().cpu()  # of a model on the CPU: itself
                 gradient = my_part(p.grad).cpu()  # float32, also of bfloat16 weights
@@ -372,7 +346,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                       lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
                       weight_decay=group["weight_decay"], eps=group["eps"])
                 on_device.copy_(weight)
-                self.weights[p] = weight, p._version
+                weights[p] = weight, p._version
 
 
 @dataclass
@@ -409,10 +383,8 @@ def everyones(parts):
     tensors, in the order of the ranks. No tensor is sent.
     """
     known = {}
+    mine = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in parts.items()]
     for rank in range(rank_and_size()[1]):
-        header = from_rank([[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
-                            for name, t in parts.items()], rank)
-        for name, shape, dtype in header:
-            tensor = parts.get(name) if rank == rank_and_size()[0] else None
-            known[name] = Part(tensor, shape, getattr(torch, dtype), owner=rank)
+        for name, shape, dtype in from_rank(mine, rank):  # COLLECTIVE
+            known[name] = Part(parts.get(name), shape, getattr(torch, dtype), owner=rank)
     return known

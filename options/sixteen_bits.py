@@ -15,10 +15,7 @@ GROWTH, MOST = 200, 20  # steps until the scale doubles; so many overflows in a 
 
 
 def weights_of_16_bits(system):
-    """
-    load.dtypes with master_weights = False: every weight is bfloat16, and there is no autocast.
-    Raises BadInput with another dtype.
-    """
+    """load.dtypes with master_weights = False: bfloat16 for all weights, and no autocast."""
     if system.dtype != "bfloat16":
         raise BadInput("master_weights = False: the weights themselves are trained in 16 bits; "
                        "type --dtype=bfloat16")
@@ -63,8 +60,8 @@ def rounded_copy(policy, dtype):
 
 def overflowed(run, good):
     """
-    Set the scale of the next step in the state of a run. good: this step's gradients are finite.
-    Returns whether the step is to be skipped: it has overflowed, and not too often in a row.
+    Set the scale of a run's next step. good: this step's gradients are finite. Returns whether the
+    step is to be skipped: it has overflowed, and not too often in a row.
     """
     state = run.state
     # clean: steps in a row without an overflow; below 0, with one

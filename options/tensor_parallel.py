@@ -23,37 +23,29 @@ from parallel import copy_into, is_shard
 
 
 def check_ranks(system):
-    """Raise BadInput where the ranks cannot share copies."""
     if parallel.rank_and_size()[1] % system.generate_tp or system.environment or system.tools:
         raise BadInput(f"generate_tp = {system.generate_tp}: it must divide the number of ranks, "
                        "and goes with no environment or tools")
 
 
+@torch.no_grad()
 def split_copy(policy, dtype, device, n):
     """
-    A collective: the split copy of a policy, with the policy's present weights. It is made at the
-    first call, and kept. dtype: of its matrices; None: the policy's.
+    A collective: the split copy of a policy, made at the first call, with the policy's present
+    weights, which it gets a tensor at a time. dtype: of its matrices; None: the policy's.
     """
     split = make_split(policy, dtype or policy.hf.dtype, device, n)  # COLLECTIVE
-    copy_weights_into(split, policy)  # COLLECTIVE
+    for name, part in split.hf.named_parameters():
+        p = policy.hf.get_parameter(name)
+        W = p.full_tensor() if is_shard(p) else p.detach()  # COLLECTIVE
+        copy_into(part, policy.as_saved(name, W).to(part.dtype))
     return split
-
-
-def neighbours(device, n):
-    """A collective: the n ranks that share a copy, as torch's mesh."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    rank, size = parallel.rank_and_size()
-    groups = [dist.new_group(range(first, first + n)) for first in range(0, size, n)]  # COLLECTIVE
-    return DeviceMesh.from_group(groups[rank // n], device.type, mesh_dim_names=("tp",))
 
 
 @functools.cache  # for each policy, by its identity
 def make_split(policy, dtype, device, n):
-    """
-    A collective: a Model of the policy's architecture, split over n ranks, without weights. Raises
-    BadInput where transformers cannot split the model.
-    """
+    """A collective: a Model of the policy's architecture, split over n ranks, without weights."""
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -79,7 +71,9 @@ def make_split(policy, dtype, device, n):
 
     plan, *_ = by_transformers(lambda: hf._resolve_parallel_plans(DistributedConfig(tp_size=n)))
     # not earlier: a rank that refuses must not leave while others still connect
-    mesh = neighbours(device, n)  # COLLECTIVE
+    rank, size = parallel.rank_and_size()
+    groups = [dist.new_group(range(first, first + n)) for first in range(0, size, n)]  # COLLECTIVE
+    mesh = DeviceMesh.from_group(groups[rank // n], device.type, mesh_dim_names=("tp",))
     by_transformers(lambda: apply_tensor_parallelism(hf, mesh, plan))
     for module in hf.modules():  # as to_empty does
         for name, p in module.named_parameters(recurse=False):
@@ -89,12 +83,3 @@ def make_split(policy, dtype, device, n):
     for mine, theirs in zip(hf.buffers(), policy.hf.buffers(), strict=True):
         mine.copy_(theirs)
     return Model(hf, path=policy.path, tokenizer=policy.tokenizer).requires_grad_(False)
-
-
-@torch.no_grad()
-def copy_weights_into(split, policy):
-    """A collective: give the split copy the policy's weights, a tensor at a time."""
-    for name, part in split.hf.named_parameters():
-        p = policy.hf.get_parameter(name)
-        W = p.full_tensor() if is_shard(p) else p.detach()  # COLLECTIVE
-        copy_into(part, policy.as_saved(name, W).to(part.dtype))

@@ -1,6 +1,6 @@
 """
-Models on the trunk of another one: the second head of value_init="shared"; and what options/lora.py
-makes of it.
+A model's trunk: its layers; and models on the trunk of another one, as the second head of
+value_init="shared", and what options/lora.py makes of it.
 """
 import copy
 
@@ -11,11 +11,17 @@ from load import auto_class, class_of, draw_score_head
 from model import Model
 
 
+def layers_of(model):
+    """The blocks of a Model's trunk, which are split, computed again, adapted or rounded apart."""
+    # GradientCheckpointingLayer: the class of blocks in families that do not name theirs
+    kinds = set(model.hf._no_split_modules or ["GradientCheckpointingLayer"])
+    # FSDP makes a subclass of the block's class
+    return [m for m in model.hf.base_model.modules()
+            if kinds & {kind.__name__ for kind in type(m).__mro__}]
+
+
 class OnTrunk(Model):
-    """
-    A model on the trunk of another Model, `base`, which owns the trunk's parameters. With
-    value_init="shared" the value model stands on the policy, and both losses train its trunk.
-    """
+    """A model on the trunk of another Model, `base`, which owns the trunk's parameters."""
 
     def __init__(self, base, head="scalar", seed=0):
         """head: "scalar": a new head, drawn from seed, is the only own parameter; "lm": base's."""
@@ -28,20 +34,9 @@ class OnTrunk(Model):
             self.score = self.hf.score
             draw_score_head(self, seed)
 
-    @property
-    def base(self):
-        """The Model on whose trunk this one stands."""
-        return self.borrowed[0]
-
-    @property
-    def hf(self):
-        """transformers' model with this head on the base's trunk."""
-        return self.borrowed[1]
-
-    @property
-    def must_fetch(self):
-        """Whether the trunk is split, or in the CPU's memory."""
-        return self.base.must_fetch
+    base = property(lambda self: self.borrowed[0])  # the Model on whose trunk this one stands
+    hf = property(lambda self: self.borrowed[1])  # transformers', with this head on the trunk
+    must_fetch = property(lambda self: self.base.must_fetch)
 
     def states(self, tokens):
         return self.base.states(tokens)
@@ -52,10 +47,7 @@ class OnTrunk(Model):
 
 
 def value_on_trunk(policy, reward_model, value_init, system, seed):
-    """
-    The value model on the policy's trunk. shared: both losses train the trunk; with share_base an
-    adapter and a head. Raises BadInput.
-    """
+    """The value model on the policy's trunk: a head, or with share_base an adapter and a head."""
     if value_init == "shared":
         return OnTrunk(policy, seed=seed)
     from options.lora import value_adapter
@@ -64,9 +56,7 @@ def value_on_trunk(policy, reward_model, value_init, system, seed):
 
 
 def with_score_head(base):
-    """
-    transformers' model with a scalar head, still empty, on the trunk of a Model. Raises BadInput.
-    """
+    """transformers' model with a scalar head, still empty, on a Model's trunk. Raises BadInput."""
     config = copy.deepcopy(base.hf.config)
     config.num_labels = 1
     class_of(base.path, config, "scalar")  # it has one

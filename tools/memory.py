@@ -49,7 +49,6 @@ from model import (SPARE, Model, decoding_cache, no_grad_forwards,  # noqa: E402
 from options import lora, parts, shards  # noqa: E402
 from options.ema import MovingAverage  # noqa: E402
 from options.hub import check_name  # noqa: E402
-from options.mistakes import check_folder  # noqa: E402
 from rollout import decoding_copy, draw  # noqa: E402
 from run import make_optimizer  # noqa: E402
 
@@ -228,7 +227,7 @@ def fake_tensors(ranks, layers=0):
 
 def read_fake(path, head, system, device="cpu", seed=0, layers=0, meta=False):
     """load.read_model, of which only the config.json is read; meta: without numbers."""
-    (check_folder if os.path.isdir(path) else check_name)(path)
+    check_name(path)
     path = lora.lowest_base(path)
     config, arguments = load.config_and_arguments(path, head, system)
     if arguments["attn_implementation"] != "eager":  # a fake tensor has no other kernels
@@ -322,7 +321,7 @@ def equip(models, config):
             made.append(optimizer)
         if name == "policy" and config.get("ema_decay", 0) > 0:
             made.append(MovingAverage(model, config["ema_decay"]))
-            rows[name]["average"] = size_of(made[-1].averages)
+            rows[name]["average"] = size_of(made[-1].averages.values())
     return rows, made
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from options.layers import layers_of
+from options.trunk import layers_of
 from tools.memory import (FEWEST, MOST, SHORT, Count, build, dry_run, fitting, read_run,
                           say_progress, sizes_of, without_files)
 

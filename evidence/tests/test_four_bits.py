@@ -11,7 +11,7 @@ import torch
 from load import load, probe
 from model import Model
 from options.four_bits import in_full, quantize
-from options.layers import layers_of
+from options.trunk import layers_of
 from options.optimizers import other_optimizer
 from test_families import SIZES, random_model, save
 from test_model import CPU

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from checkpoint import save_final
 from errors import BadInput
 from load import load
-from options.layers import layers_of
+from options.trunk import layers_of
 from options.parts import outline
 from model import Model, states_before
 from options.lora import Adapted, load_adapted, read_adapter
