@@ -1,6 +1,4 @@
-"""
-A command that is typed again with other keys: what a run keeps of them, and a run that has ended.
-"""
+"""A command that is typed again with other keys, or of a run that has ended."""
 import os
 
 from configurator import read_json
@@ -17,13 +15,12 @@ FREE = set("""
 def compare_keys(out_dir, folder, config, state, max_iters, trained):
     """
     Compare the keys of a run that resumes from a checkpoint, `folder`, with those that were typed,
-    config: the state gets those that differ. Returns whether the run has ended, so that nothing is
-    left to do: it is at max_iters, and has saved its models, those of the names `trained` and the
-    moving average. Raises BadInput where it is at max_iters, but other keys would have given other
-    results.
+    config. Returns whether nothing is left to do: it is at max_iters, and has saved its models,
+    those of the names `trained` and the moving average. Raises BadInput where it is at max_iters,
+    and other keys would have given other results.
 
-    state["run/changes"]: [[iteration, {key: value}], ...]: from this iteration on. The first one
-    has what the keys were at iteration 0, of all keys that have changed since.
+    The state gets the keys that differ, "run/changes": [[iteration, {key: value}], ...], from this
+    iteration on. The first one has what they were at iteration 0, of all that have changed since.
     """
     before = read_json(os.path.join(folder, "config.json"))
     changed = {key: x for key, x in config.items()
@@ -45,14 +42,11 @@ def compare_keys(out_dir, folder, config, state, max_iters, trained):
 
 def is_saved(folder, iteration, config):
     """Whether a finished model, and its adapter, are there as the run would save them now."""
-    with_adapter = [f"{folder}_adapter"] * bool(about_model(folder).get("adapter"))
-    for one in (folder, *with_adapter):
-        about = about_model(one)
-        if (about.get("iteration"), about.get("save_dtype")) != (
-                iteration, config.get("save_dtype", "auto")) or not any(
-                name.endswith(".safetensors") for name in os.listdir(one)):
-            return False
-    return True
+    folders = [folder, f"{folder}_adapter"][:1 + bool(about_model(folder).get("adapter"))]
+    now = iteration, config.get("save_dtype", "auto")
+    return all((about_model(one).get("iteration"), about_model(one).get("save_dtype")) == now
+               and any(name.endswith(".safetensors") for name in os.listdir(one))
+               for one in folders)
 
 
 def about_model(folder):

@@ -1,16 +1,14 @@
 """
 What a run warns of when an iteration teaches little: a policy that is broken, what keeps most of a
-batch from teaching, and a policy without a gradient. run.py asks when responses do not end, have no
-reward, groups are flat, or the gradient is 0.
+batch from teaching, and a policy without a gradient.
 """
 from errors import say
 
 
 def say_what_is_wrong(record, state, iteration, batch=None):
     """
-    Say it once, in one line, and of what is lost again where it has doubled; state keeps what has
-    been said. record: an iteration's figures. state: the run's; "run/finished" is the share of
-    responses that ended at first. batch: the iteration's.
+    Say it once, in one line, and of what is lost again where it has doubled. record: an iteration's
+    figures. state: the run's; "run/finished" is the share of responses that ended at first.
     """
     broken, lost = how_broken(record, state["run/finished"]), what_is_lost(record)
     if batch and has_no_gradient(record, state, batch):
@@ -35,11 +33,8 @@ def say_what_is_wrong(record, state, iteration, batch=None):
 
 
 def has_no_gradient(record, state, batch):
-    """
-    Whether the last step of an iteration had the gradient 0 where tokens that are trained on have
-    advantages, and no clip has taken it away. A float16 gradient that overflowed has no norm.
-    """
-    if state["run/clean_steps"] < 0:
+    """Whether the last gradient was 0 where trained tokens have advantages, and no clip took it."""
+    if state["run/clean_steps"] < 0:  # a float16 gradient that overflowed has no norm
         return False
     figures = [record.get(f"policy/{name}", 1) for name in ("grad_norm", "clipfrac")]
     trained = batch.get("counted", batch["response_mask"]) & (batch.get("advantages", 0) != 0)
@@ -48,10 +43,8 @@ def has_no_gradient(record, state, batch):
 
 def how_broken(record, finished):
     """
-    "", or in words how the policy of an iteration is broken. Two things must be true: responses do
-    not end any more (at most two thirds as many as in the first iteration, `finished`); and the
-    policy is 0.3 nats a token away from the reference, or has moved so far in one update. A policy
-    that learns does one of the two at most.
+    "", or in words how the policy is broken: at most two thirds as many responses end as in the
+    first iteration, `finished`; and it is 0.3 nats a token from the reference, or moved so far now.
     """
     kl, ends = record.get("objective/kl"), record["objective/finished"]
     moved = max((kl or 0) / max(record["objective/length"], 1),
@@ -65,8 +58,7 @@ def how_broken(record, finished):
 
 def what_is_lost(record):
     """
-    {name: (share, line)} of what keeps more than half of an iteration's batch from teaching, with
-    the figure: responses that are cut, groups without a difference, responses without a reward. A
+    {name: (share, line)} of what keeps more than half of an iteration's batch from teaching. A
     cause is named only where the record shows it: that answers are right, or wrong, makes groups
     flat where most groups must be of one kind, and the scores are of the answers.
     """

@@ -1,7 +1,4 @@
-"""
-Tokenizers that put a blank in front of a text, and take it away from the text of ids, as those of
-SentencePiece do: not so behind a mark.
-"""
+"""Tokenizers that put a blank in front of a text, as SentencePiece's do: not so behind a mark."""
 import functools
 
 MARKS = "\x01|~^`;#"  # characters that hardly any tokenizer joins with the next ones
@@ -11,8 +8,7 @@ MARKS = "\x01|~^`;#"  # characters that hardly any tokenizer joins with the next
 def mark_of(tokenizer):
     """
     (mark, its ids): one of MARKS that survives encoding and decoding, and if possible joins with no
-    character behind. None where no blank is added, or no mark survives, as where the vocabulary has
-    just a few letters: then nothing needs to be done, or can be.
+    character behind. None where no blank is added, or no mark survives (a few letters' vocabulary).
     """
     if not tokenizer.adds_blank:
         return None

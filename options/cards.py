@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -46,21 +47,21 @@ def made_on(device):
 
 def write_card(out_dir, folder, base, about):
     """
-    Write both into the folder of a model: from which one it comes, by which command, and how it
-    did. base: the path from which it was loaded, "" for a model from scratch. about: the iteration,
-    the figures of the evaluation of these weights, the keys that have changed (options/again.py),
-    and save_dtype. Of a model that no run has saved nothing is known.
+    Write both into the folder of a model. base: the path from which it was loaded, "" for a model
+    from scratch. about: the iteration, the figures of the evaluation of these weights, the keys
+    that have changed (options/again.py), and save_dtype. Of a model that no run has saved: {}.
     """
     if "iteration" not in about:
         return
     figures = {name: x for name, x in about["figures"].items()
                if name.startswith("eval/") or name == "score"}  # which keep_best compares
     write_json(os.path.join(folder, "run.json"), about | dict(figures=figures))
-    config, name = read_json(os.path.join(out_dir, "config.json")), os.path.basename(folder)
-    script, name = config["script"], name.removeprefix(".tmp-")
-    named, license_of_base = hub_name(base), re.findall(r"^license: *\S+$", head_of(base), re.M)
+    config = read_json(os.path.join(out_dir, "config.json"))
+    script, name = config["script"], os.path.basename(folder).removeprefix(".tmp-")
+    license_of_base = re.findall(r"^license: *\S+$", head_of(base), re.M)
     head = [f"tags: [quartet, {script.removesuffix('.py')}]", *license_of_base[:1]]
-    head += [f"base_model: {json.dumps(named)}"] if named else []
+    if named := hub_name(base):
+        head += [f"base_model: {json.dumps(named)}"]
     if os.path.isfile(os.path.join(folder, "adapter_config.json")):
         head += ["library_name: peft"]
     count = about["iteration"]
@@ -75,18 +76,17 @@ def write_card(out_dir, folder, base, about):
         text += [f"From iteration {number} on: `{' '.join(changed)}`", ""] if changed else []
     figures = [f"    {key:<24} {x:.4g}" for key, x in figures.items()]
     text += [f"Evaluated at iteration {count}:", "", *figures, ""] if figures else []
-    said = not_as_trained(folder, config.get("temperature"))
-    if said and name == "policy":
-        say(f"{os.path.join(out_dir, name)}: {said}")
-    text += [f"{said}.", ""] if said else []
+    if said := not_as_trained(folder, config.get("temperature")):
+        text += [f"{said}.", ""]
+        if name == "policy":
+            say(f"{os.path.join(out_dir, name)}: {said}")
     write_text(os.path.join(folder, "README.md"), "\n".join(["---", *head, "---", "", *text]))
 
 
 def not_as_trained(folder, temperature):
     """
-    What to tell of the generation_config.json in a folder: the settings by which others sample
-    another policy than the one that was trained at this temperature, and how to sample the trained
-    one; "" where there are none. temperature: None, of a script that samples nothing.
+    What to tell of a folder's generation_config.json, by which others sample another policy than
+    was trained at this temperature (None: of a script that samples nothing); "" where they do not.
     """
     file = os.path.join(folder, "generation_config.json")
     if temperature is None or not os.path.isfile(file):
@@ -104,17 +104,15 @@ def not_as_trained(folder, temperature):
 
 def head_of(folder):
     """The lines between --- at the head of a folder's card; "" where it has none."""
-    file = os.path.join(folder, "README.md")
-    if not os.path.isfile(file):
-        return ""
-    with open(file, encoding="utf-8", errors="replace") as f:
-        return f.read().partition("---\n")[2].partition("---\n")[0]
+    card = Path(folder, "README.md")
+    text = card.read_text("utf-8", "replace") if card.is_file() else ""
+    return text.partition("---\n")[2].partition("---\n")[0]
 
 
 def hub_name(path):
     """
-    The name on the hub of the model from which one comes; "" where it is not known. A folder has it
-    in its card, if this card is one of ours: others name another model there.
+    The name on the hub of the model from which one comes, or "". A folder has it in its card, if
+    this is one of ours: others name another model there.
     """
     if os.path.isdir(path):
         head = head_of(path)

@@ -39,8 +39,7 @@ def check_messages(messages, field):
         raise BadInput(f"field {field!r} is empty")
     for number, message in enumerate(messages, 1):
         content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or message.get("tool_calls") or message.get(
-                "function_call"):
+        if not isinstance(content, str) or any(map(message.get, ("tool_calls", "function_call"))):
             raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", "
                            f"\"content\"}} messages of text, found {shorten(message)}")
         if message.get("role") not in ("system", "user", "assistant"):
@@ -54,20 +53,18 @@ def check_learned(messages, field):
     """Raise BadInput unless messages are a completion that is learned as it is."""
     for message in messages:
         for key, value in beside_its_content(message).items():
-            raise BadInput(f"field {field!r}: " + (
-                f"thoughts in {key!r} would not be learned; write them into 'content', as the "
-                "model shall: <think>...</think>" if key in THOUGHTS_APART else
-                f"{key!r} is {value!r}, but each answer in it is learned; end the prompt behind "
-                "this one"))
+            why = (f"{key!r} is {value!r}, but each answer in it is learned; end the prompt behind "
+                   "this one")
+            if key in THOUGHTS_APART:
+                why = (f"thoughts in {key!r} would not be learned; write them into 'content', as "
+                       "the model shall: <think>...</think>")
+            raise BadInput(f"field {field!r}: {why}")
     if {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
 
 
 def beside_its_content(message):
-    """
-    {key: value} of an assistant's message that would be lost if its content is learned: thoughts,
-    and a mark that it is not to be learned. {} of others.
-    """
+    """{key: value} of an assistant's message that would be lost if its content is learned."""
     if message["role"] != "assistant":
         return {}
     thoughts = {key: message[key] for key in THOUGHTS_APART if message.get(key)}
@@ -87,14 +84,11 @@ def last_question(messages):
 
 def chats_of(hf, path, system):
     """
-    The Chats of a tokenizer of transformers, `hf`; None if it has no template. The run's template
-    becomes that of hf, and the template's marks become special in it. system: None for another
-    model than the run's own, see trained_with. Raises BadInput.
+    The Chats of a tokenizer of transformers, `hf`, which gets the run's template; None if it has
+    none. system: None for another model than the run's own, see trained_with. Raises BadInput.
     """
     system = system or trained_with(path)
     if system.chat_template:
-        if not os.path.isfile(system.chat_template):
-            raise BadInput(f"chat_template = {system.chat_template!r}: no such file")
         hf.chat_template = file_of_key(system.chat_template, "chat_template")
     if not hf.chat_template:
         if system.system_prompt:
@@ -117,9 +111,8 @@ def chats_of(hf, path, system):
 
 def trained_with(path):
     """
-    The keys with which another model than the run's own reads chats: those with which rm.py has
-    trained a reward model, in its config.json beside score_shift (its template is in its
-    tokenizer's files); of others none. Raises BadInput.
+    The keys with which another model than the run's own reads chats. Of a reward model rm.py has
+    noted them in its config.json (its tokenizer's files have its template); of others none.
     """
     folder, notes = path if os.path.isdir(path) else cached_folder(path), {}
     if folder and os.path.isfile(os.path.join(folder, "adapter_config.json")):
@@ -129,9 +122,8 @@ def trained_with(path):
     elif folder:
         with contextlib.suppress(OSError, ValueError):  # the model's loading says it
             notes = read_json(os.path.join(folder, "config.json"))
-    keys = dict(system_prompt="", template_kwargs="")
-    if "score_shift" in notes:
-        keys |= {key: notes[key] for key in keys if key in notes}
+    keys = {key: notes[key] if "score_shift" in notes and key in notes else ""
+            for key in ("system_prompt", "template_kwargs")}
     if not all(isinstance(x, str) for x in keys.values()):
         raise BadInput(f"{path}: system_prompt and template_kwargs, with which a reward model was "
                        f"trained, must be texts in its config.json, found {shorten(keys)}")
@@ -153,9 +145,8 @@ class Chats:
     def __init__(self, hf, path, template_kwargs, system_prompt):
         self.hf, self.path, self.system_prompt = hf, path, system_prompt
         self.keys = dict(system_prompt=system_prompt, template_kwargs=template_kwargs)
-        kwargs = parse_template_kwargs(template_kwargs)
-        self.kwargs = {name: x for name, x in kwargs.items() if name != "strftime_now"}
-        self.day = kwargs.get("strftime_now", DAY)
+        self.kwargs = parse_template_kwargs(template_kwargs)
+        self.day = self.kwargs.pop("strftime_now", DAY)
         self.template = hf.get_chat_template()
         both = self.template + hf.get_chat_template(tools=[{}])  # with tools it may be another
         if re.search(r"strftime_now(?!\s+is\s)", TODAY.sub("", both)):
@@ -183,8 +174,7 @@ class Chats:
                           for kind in (str, list))
         if strings and chats:
             raise BadInput(f"{path}: the prompt of row {strings[0]} is a string, that of row "
-                           f"{chats[0]} messages; only messages get the chat template, so make "
-                           "all of them messages (data/convert.py --chat)")
+                           f"{chats[0]} messages; make all messages (data/convert.py --chat)")
         if strings:
             say(f"warning: {path}: the prompts are strings, so they do not get the chat template "
                 f"of {self.path}{' nor system_prompt' * bool(self.system_prompt)}; a chat model "
@@ -234,13 +224,12 @@ class Chats:
         return {i: t.content for i, t in self.hf.added_tokens_decoder.items() if t.special}
 
     def ids_of_pair(self, prompt, completion):
-        """The ids of a prompt with its completion, each a string or messages."""
         return self.ids_of(joined(prompt, completion))
 
     def encode_learned(self, prompt, completion, tokenizer):
         """
-        encode_learned of prompts.py, of messages: each of the assistant's turns stands behind the
-        ids that the policy would get there as the prompt. Raises BadInput.
+        prompts.encode_learned, of messages: each of the assistant's turns stands behind the ids
+        that the policy would get there as the prompt. Raises BadInput.
         """
         messages, ids, trained = joined(prompt, completion), [], []
         for i in range(len(messages) - len(completion), len(messages)):
@@ -249,22 +238,21 @@ class Chats:
                 continue
             # the prompt has begun this message, or it is a new turn
             open_ids = self.open_ids(prompt if i < len(prompt) else messages[:i])
-            whole = self.ids_of(messages[:i + 1])
-            end = next((n for n in range(len(open_ids), len(whole))
-                        if whole[n] in tokenizer.eos_ids), 0)
-            learned = text_after(tokenizer, whole[len(open_ids):end])
+            begin, whole = len(open_ids), self.ids_of(messages[:i + 1])
+            end = next((n for n in range(begin, len(whole)) if whole[n] in tokenizer.eos_ids), 0)
+            learned = text_after(tokenizer, whole[begin:end])
             said = message["content"].removeprefix(prompt[-1]["content"] if i < len(prompt) else "")
             # as its letters come back, perhaps in NFC; the template may add blanks, and strip those
             # behind it, but no indentation
             wanted = text_after(tokenizer, encode_behind(tokenizer, [said])[0])
             same = learned.strip() == wanted.strip() and learned.rstrip().endswith(wanted.rstrip())
-            if not same or not end or whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids:
+            if not same or not end or whole[:begin] != open_ids or whole[:len(ids)] != ids:
                 raise BadInput(f"the chat template of {self.path} does not write the assistant's "
                                f"{shorten(said)} as it stands, with an end behind it, but "
-                               f"{shorten(text_of(self.hf, whole[len(open_ids):end + 1]))}; type "
+                               f"{shorten(text_of(self.hf, whole[begin:end + 1]))}; type "
                                "--chat_template=FILE or --template_kwargs=enable_thinking=False")
-            trained += [False] * (len(open_ids) - len(trained)) + [True] * (end + 1 - len(open_ids))
             ids = whole[:end + 1]
+            trained += [False] * (begin - len(trained)) + [True] * (len(ids) - begin)
         return ids, trained
 
     def open_ids(self, messages):
@@ -314,8 +302,8 @@ class Chats:
 def marked_message(number, message):
     """
     A message with a mark behind its content, and one before it, to see whether a template writes
-    all of it: templates strip contents, and a short one may stand in the text by chance. None is
-    before an assistant's, because templates drop earlier thoughts; and none is in one with calls.
+    all of it: a short content may stand in the text by chance. None is before an assistant's,
+    because templates drop earlier thoughts; and none is in one with calls.
     """
     content, mark = message.get("content"), f"[[{number}]]"
     if not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
@@ -337,10 +325,7 @@ def joined(prompt, completion):
 
 
 def parse_template_kwargs(text):
-    """
-    {name: value} of the key template_kwargs, written like the arguments of a call in Python. Raises
-    BadInput.
-    """
+    """{name: value} of the key template_kwargs, the arguments of a call in Python."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         kwargs = {x.arg: ast.literal_eval(x.value) for x in call.keywords}

@@ -4,13 +4,10 @@ The steps of a decoding as a CUDA graph.
 A step of a 1B model is a thousand small kernels. Python takes 13 ms to launch them one by one, and
 an H200 takes 2 ms to run them. A graph is a recording of them that is launched at once. It records
 addresses and shapes, so these must not change: the cache has a fixed number of columns, a mask
-hides the columns that are not used yet, and a step's inputs are written to the same places. When
-rows leave, or all columns are used, another graph is recorded.
-
-With the key compile, torch.compile makes fewer kernels of a step, each with several operations, and
-these are recorded. It is compiled once, for any number of rows and columns.
+hides those that are not used yet, and a step's inputs are written to the same places. When rows
+leave, or all columns are used, another graph is recorded. With the key compile torch.compile makes
+fewer kernels of a step, once for any number of rows and columns, and these are recorded.
 """
-import contextlib
 import time
 import warnings
 
@@ -34,8 +31,8 @@ last = stream = None  # the graph that was recorded last, and the stream on whic
 
 def steps_of(policy, cache, longest, temperature, compiled=False):
     """
-    (cache, Steps) for a decoding by graphs; (cache, None) where a layer of the model does not see
-    all tokens. cache: empty. longest: the most columns that it may need. compiled: see decode.
+    (cache, Steps) of a decoding by graphs; (cache, None) where a layer does not see all tokens.
+    cache: empty. longest: the most columns that it may need. compiled: see decode.
     """
     global told
     full = all(type(layer) is roomy_layer() for layer in cache.layers)
@@ -153,10 +150,14 @@ class Steps:
 
     def step(self):
         """See `compute`, with the tensors that `record` has prepared."""
-        with heads_in_groups():
+        usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+        try:
             return (compute_compiled if self.compiled else compute)(
                 self.policy, self.cache, self.token, self.uniform, self.seen, self.position,
                 self.column, self.temperature)
+        finally:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
 
 
 def compute(policy, cache, token, uniform, seen, position, column, temperature):
@@ -180,13 +181,11 @@ def compute_compiled(policy, cache, *tensors_and_temperature):
     """
     global said
     token, uniform, seen, position, _, _ = tensors_and_temperature
-    for t in (token, uniform, position, seen):
+    for t in (token, uniform, position):
         torch._dynamo.maybe_mark_dynamic(t, 0)
-    torch._dynamo.maybe_mark_dynamic(seen, 3)
-    for layer in cache.layers:
-        for buffer in layer.buffers:
-            torch._dynamo.maybe_mark_dynamic(buffer, 0)
-            torch._dynamo.maybe_mark_dynamic(buffer, 2)
+    torch._dynamo.maybe_mark_dynamic(seen, (0, 3))
+    for buffer in (buffer for layer in cache.layers for buffer in layer.buffers):
+        torch._dynamo.maybe_mark_dynamic(buffer, (0, 2))
     began = time.perf_counter()
     # two sizes that are equal the first time may differ later
     with torch.fx.experimental._config.patch(use_duck_shape=False):
@@ -202,21 +201,11 @@ def give_up(compiled, error):
     global off, uncompiled
     reason = first_line(getattr(error, "inner_exception", error))  # torch.compile wraps some
     if compiled:
-        what, uncompiled = "torch.compile", reason
+        uncompiled = reason
     else:
-        what, off = "CUDA graphs", reason
+        off = reason
+    what = "torch.compile" if compiled else "CUDA graphs"
     print(f"decoding without {what}: {reason}", flush=True)
-
-
-@contextlib.contextmanager
-def heads_in_groups():
-    """The block in which transformers' sdpa is `attend`."""
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
 
 
 def attend(module, query, key, value, attention_mask, scaling=None, **_):
@@ -243,10 +232,7 @@ def check_alike(ours, theirs):
 
 
 class HeldLayer(roomy_layer()):
-    """
-    A layer that can be held: column, None; or, after `hold`, a tensor: the column into which the
-    next token is written.
-    """
+    """A layer that can be held: then `column` is where the next token is written, a tensor."""
 
     column = None
 

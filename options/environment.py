@@ -14,10 +14,9 @@ An environment is a function of the user's:
                                                  user), or {"role": "user" or "tool", "content"}
                        -> (message or None, reward)   the reward of the turn before, too
 
-The function is pure: it gives the same answer to the same dialogue, so there is nothing to save, to
-send or to seed. The ids of a dialogue are exact: nothing that was sampled is encoded again. A
-template that drops or rewrites earlier turns would later show the policy another dialogue than the
-one that it has learned from, so it is refused at the start. docs/turns.md has both at length.
+The function is pure: it gives the same answer to the same dialogue. The ids of a dialogue are
+exact: nothing that was sampled is encoded again. A template that drops or rewrites earlier turns
+would show the policy another dialogue than the one that it has learned from: it is refused.
 """
 import contextlib
 import copy
@@ -45,23 +44,22 @@ made = {}  # {tokenizer: its Environment}
 def environment_of(system, tokenizer):
     """
     The Environment of a run, made before the prompts are encoded, for tools stand in them, and on
-    all ranks, for those that only score read dialogues, too. It tells the tokenizer's responses
-    apart into messages. Raises BadInput where functions or template do not fit.
+    all ranks, for those that only score read dialogues, too. Raises BadInput.
     """
     if tokenizer not in made:
         if system.environment and system.tools:
-            raise BadInput(f"environment = {system.environment!r} and tools are both given, and "
-                           "tools are an environment, too; leave one out: your environment can "
-                           "call the functions itself")
+            raise BadInput(f"environment = {system.environment!r} and tools are both given; leave "
+                           "one out: your environment can call the functions itself")
         made[tokenizer] = Environment(system, tokenizer)
         tokenizer.messages_of = made[tokenizer].messages_of
     return made[tokenizer]
 
 
 class Environment:
-    """It answers the policy: a function of the user's, or tools. Raises BadInput."""
+    """It answers the policy: a function of the user's, or tools."""
 
     def __init__(self, system, tokenizer):
+        """Raises BadInput where functions or template do not fit."""
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
         self.timeout, self.tools = system.reward_timeout, None
         self.name = f"environment = {system.environment!r}"
@@ -91,23 +89,20 @@ class Environment:
         """
         (B, R), tokenizer = uniforms.shape, self.tokenizer
         said = [[] for _ in prompts]  # (id, whether it is sampled, log-prob, reward) of each token
-        dialogues = [[dict(role="user", content=row["prompt"])] if isinstance(row["prompt"], str)
-                     else row["prompt"] for row in rows]  # the messages so far
+        dialogues = [row["prompt"] for row in rows]  # the messages so far
         finished, failed, live = [False] * B, [0] * B, list(range(B))
         for turn in range(self.max_turns):
             contexts = [[*prompts[i], *(token[0] for token in said[i])] for i in live]
             used = torch.tensor([len(said[i]) for i in live]).long()
-            budgets = R - used
-            column = torch.arange(max(budgets.tolist(), default=R)) + used[:, None]
+            budgets = (R - used).tolist()
+            column = torch.arange(max(budgets, default=R)) + used[:, None]
             # a response ends before column R: it uses none from behind the %
-            turns = respond(contexts, uniforms[live].gather(1, column % R),
-                            budgets=budgets.tolist())  # as decode returns them
+            turns = respond(contexts, uniforms[live].gather(1, column % R), budgets=budgets)
             dtype, device = turns[1].dtype, turns[1].device  # of the log-probs
             asked, begun = [], []
             for i, context, ids, logprobs, count, ended in zip(
                     live, contexts, *(x.tolist() for x in turns), strict=True):
-                said[i] += [(*pair, 0.0) for pair in zip(
-                    ids[:count], [True] * count, logprobs[:count], strict=True)]
+                said[i] += [(ids[t], True, logprobs[t], 0.0) for t in range(count)]
                 if ended:  # else the turn is cut, and has no reply
                     text = self.text_of_turn(ids[:count], rows[i]["prompt"], turn)
                     dialogues[i] = joined(dialogues[i], text)
@@ -121,7 +116,7 @@ class Environment:
                 said[i][-1] = (*said[i][-1][:3], reward)
                 failed[i] += bad
                 finished[i] = message is None
-                if finished[i]:
+                if message is None:
                     continue
                 # a turn that a stop string has ended gets the template's end here
                 extra = between(tokenizer, message, said[i][-1][0] in tokenizer.eos_ids)
@@ -132,25 +127,25 @@ class Environment:
             if not live or this_rank.stop:
                 break
 
-        def column_of(n, fill, dtype):
-            return torch.tensor([[token[n] for token in tokens] + [fill] * (R - len(tokens))
-                                 for tokens in said], dtype=dtype, device=device).view(B, R)
+        def tensor(numbers, dtype):
+            return torch.tensor(numbers, dtype=dtype, device=device)
 
-        pad_id = tokenizer.pad_id
-        batch = as_batch(
-            prompts, column_of(0, pad_id, torch.int64), column_of(2, 0.0, dtype),
-            torch.tensor([*map(len, said)], dtype=torch.int64, device=device),
-            torch.tensor(finished, dtype=torch.bool, device=device), width, pad_id,
-            sampled=column_of(1, False, torch.bool), turn_rewards=column_of(3, 0.0, dtype))
+        lengths = tensor([*map(len, said)], torch.int64)
+        for tokens in said:
+            tokens += [(tokenizer.pad_id, False, 0.0, 0.0)] * (R - len(tokens))
+        ids, sampled, logprobs, rewards = (
+            tensor([[token[n] for token in tokens] for tokens in said], its).view(B, R)
+            for n, its in enumerate((torch.int64, torch.bool, dtype, dtype)))
+        batch = as_batch(prompts, ids, logprobs, lengths, tensor(finished, torch.bool), width,
+                         tokenizer.pad_id, sampled=sampled, turn_rewards=rewards)
         if self.tools:
-            batch["failed_calls"] = torch.tensor(failed, dtype=dtype, device=device)
+            batch["failed_calls"] = tensor(failed, dtype)
         return batch
 
     def ask(self, dialogues, rows, names, begun):
         """
-        The reply to each of these dialogues: [(message or None, reward, how many calls of tools
-        have failed), ...]. names: the parts of each one's seed. begun: what stands before each
-        one's last turn. Raises Stop.
+        [(message or None, reward, how many calls have failed), ...], the replies to dialogues.
+        names: the parts of each one's seed. begun: the text before its last turn. Raises Stop.
         """
         if self.tools:
             return self.tools.answer([dialogue[-1]["content"] for dialogue in dialogues], begun)
@@ -162,17 +157,19 @@ class Environment:
 
     def ask_all(self, dialogues, rows, names):
         """Ask the user's function, the first dialogue twice: see whether it is pure."""
-        replies = []
-        for dialogue, row, name in zip(dialogues, rows, names, strict=True):
-            replies.append(self.ask_one(dialogue, row, name))
-            if len(replies) == 1 and self.ask_one(dialogue, row, name) != replies[0]:
-                raise Stop(f"{self.name} gives two answers to the same dialogue, so no run could "
-                           "be repeated; draw its random numbers from a third parameter, seed")
+        asked = [*zip(dialogues, rows, names, strict=True)]
+        replies = [self.ask_one(*each) for each in asked]
+        if asked and self.ask_one(*asked[0]) != replies[0]:
+            raise Stop(f"{self.name} gives two answers to the same dialogue, so no run could be "
+                       "repeated; draw its random numbers from a third parameter, seed")
         return replies
 
     def ask_one(self, dialogue, row, name):
-        """(message or None, reward, 0) of one dialogue."""
-        more = dict(seed=seed_of(*name)) if self.seeded else {}
+        """(message or None, reward, 0) of one dialogue. name: the parts of the reply's seed."""
+        seed, purpose, iteration, slot, sample, turn = name
+        purpose, more = f"{purpose} environment {turn}", {}
+        if self.seeded:
+            more["seed"] = response_seeds(seed, purpose, iteration, [slot], [sample])[0]
         try:
             reply = self.env(copy.deepcopy(dialogue), row, **more)
         except Exception as e:  # the user's code raises anything
@@ -185,9 +182,8 @@ class Environment:
             isinstance(message, dict) and message.keys() == {"role", "content"}
             and message["role"] in ("user", "tool") and isinstance(message["content"], str))
         if not good or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise Stop(f"{self.name} answered {shorten(reply)}: wanted None, a string, or "
-                       '{"role": "user" or "tool", "content"}; or one of these with a reward, a '
-                       "finite number")
+            raise Stop(f"{self.name} answered {shorten(reply)}: wanted None, a string, or {{role: "
+                       "user or tool, content}}; or one of these, and a reward, a finite number")
         return message, float(reward), 0
 
     # ----------------------------------------------------------------------------------------------
@@ -200,9 +196,8 @@ class Environment:
 
     def messages_of(self, ids, own, prompt=None):
         """
-        The messages of a response, from its ids and which of them the policy sampled: lists of
-        equal length. The environment's words are the text between the marks of the template.
-        prompt: the data's.
+        The messages of a response, from its ids and which of them the policy sampled. The
+        environment's words are the text between the template's marks. prompt: the data's.
         """
         messages = []
         for mine, part in itertools.groupby(zip(own, ids, strict=True), lambda pair: pair[0]):
@@ -224,11 +219,6 @@ class Environment:
         return dict(role="user", content=text)
 
 
-def seed_of(seed, purpose, iteration, slot, sample, turn):
-    """The number that decides all chance in the reply to this turn."""
-    return response_seeds(seed, f"{purpose} environment {turn}", iteration, [slot], [sample])[0]
-
-
 # --------------------------------------------------------------------------------------------------
 # chat templates
 
@@ -236,8 +226,8 @@ def seed_of(seed, purpose, iteration, slot, sample, turn):
 def frames(tokenizer):
     """
     The text that the template makes of a message between two turns: [(role, pattern), ...]. A
-    pattern has the group content, and the group name where the template names the tool. The longest
-    comes first: many templates write a tool's answer within a turn of the user.
+    pattern has the group content, and name where the template names the tool. The longest comes
+    first: many templates write a tool's answer within a turn of the user.
     """
     frames = []
     for head in (dict(role="user"), dict(role="tool"), dict(role="tool", name="NAME")):
@@ -255,9 +245,8 @@ ASKED = [dict(role="user", content="a"), dict(role="assistant", content="b")]
 
 def between(tokenizer, message, ended=True):
     """
-    The ids that a chat template writes behind the end of an assistant's turn, up to where the next
-    one begins. ended: whether the turn has its end; one that a stop string has ended gets it here.
-    Without a template they are the ids of the content.
+    The ids that a chat template writes behind an assistant's turn, up to where the next one begins;
+    without a template the content's. ended: else a stop string has ended it, and it gets its end.
     """
     if not tokenizer.chats:
         ids = encode_behind(tokenizer, [message["content"]])[0]
@@ -285,10 +274,9 @@ def advice(tokenizer):
 
 def check_template(tokenizer, role, tools=None):
     """
-    Raise BadInput unless the ids of a dialogue, put together turn by turn, are the whole's: also of
-    turns with thoughts, which some templates drop when another turn follows, and of calls; and
-    unless tools, the run's, read a call as the template has written it. role: who answers the
-    policy, user or tool.
+    Raise BadInput unless the ids of a dialogue, put together turn by turn, are the whole's, also of
+    turns with thoughts and of calls; and unless tools, the run's, read a call as the template has
+    written it. role: who answers the policy, user or tool.
     """
     if not tokenizer.chats:
         return
@@ -308,8 +296,7 @@ def check_template(tokenizer, role, tools=None):
         own = tail[:max(last, default=-1) + 1]  # the answer as the policy would sample it
         if one[:len(prompt)] == prompt and (not own or tokenizer.eos_ids.intersection(own[:-1])):
             raise BadInput(f"{tokenizer.path} writes a turn as {tokenizer.text_of(tail)!r}, and "
-                           "sampling does not stop at its end, or stops before; mend the list "
-                           "eos_token_id in generation_config.json")
+                           "sampling stops elsewhere; mend eos_token_id in generation_config.json")
         ours = [*prompt, *own, *extra, *own]
         forgets = "why" in str(answer) and tokenizer.text_of(whole).count("why") < 2
         if forgets or one[:len(prompt)] != prompt or whole[:len(ours)] != ours:

@@ -15,17 +15,13 @@ from model import has_any
 
 
 def settings_of_family(path, config, kind, how):
-    """
-    Arguments for from_pretrained, in the place of some in `how`. config: of the model at path;
-    kind: its class of transformers. Raises BadInput.
-    """
+    """Arguments for from_pretrained, in the place of some in `how`. kind: transformers' class."""
     attention, dtype, more = how["attn_implementation"], how["dtype"], {}
-    if attention == "eager" or not kind._supports_sdpa:
-        attention = more["attn_implementation"] = "eager" if attention == "sdpa" else attention
-        if attention == "eager" and dtype == torch.float64:
-            raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to "
-                           "float32; dtype = 'float64' needs attn_implementation = 'sdpa', in a "
-                           "family with it")
+    if attention == "sdpa" and not kind._supports_sdpa:
+        attention = more["attn_implementation"] = "eager"
+    if attention == "eager" and dtype == torch.float64:
+        raise BadInput(f"{path}: eager attention rounds to float32, and dtype = 'float64' needs "
+                       "attn_implementation = 'sdpa', in a family with it")
     if has_any(config, EXPERTS):
         more |= settings_of_experts(dtype)
     if has_any(config, ["linear_key_head_dim"]):
@@ -34,10 +30,7 @@ def settings_of_family(path, config, kind, how):
 
 
 def settings_of_experts(dtype):
-    """
-    Arguments for from_pretrained, of a mixture of experts; and transformers' product of experts
-    obeys autocast.
-    """
+    """Arguments for from_pretrained, of a mixture; and its product of experts obeys autocast."""
     from transformers.integrations import moe
 
     product = moe._grouped_mm  # the only matrix product that autocast does not round
@@ -65,8 +58,7 @@ def rescaled(logits, config):
 def longest_of_longrope(rope):
     """
     How many tokens a row may have by the first of longrope's two tables (Phi-3): a longer row would
-    change the angles of the rows beside it. rope: the setting rope_parameters, of all layers or
-    {kind of layer: its own}.
+    change the angles of the rows beside it. rope: rope_parameters, or {kind of layer: its own}.
     """
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return min(each["original_max_position_embeddings"] for each in kinds
@@ -87,9 +79,8 @@ def unread(hf):
 
 def keep_delta_rule_wide(kind):
     """
-    kind: transformers' class of a model with gated delta nets (Qwen3.5, OLMo-hybrid). They compute
-    many tokens at once in float32, as they do token by token; autocast would round the products of
-    the one and not of the other, and sampled texts would be read with other log-probs.
+    Gated delta nets (Qwen3.5, OLMo-hybrid) compute in float32 token by token. So they do here with
+    many: autocast would read sampled texts with other log-probs. kind: the model's class.
     """
     module = sys.modules[kind.__module__]
     rule = getattr(module, "torch_chunk_gated_delta_rule", None)

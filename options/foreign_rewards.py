@@ -26,10 +26,8 @@ runner = asyncio.Runner()
 
 def load_reward(named, folder, where):
     """
-    reward(batch) of FILE.py:FUNCTION; see options/user_code.py. The reward gives a list of B
-    floats: NaN where the function gave None, which means that it does not apply to a response; or
-    (b, T), see options/token_rewards.py. It raises Stop where the function does not give a finite
-    number or None for each response, or a number for each token, fails or hangs.
+    reward(batch) of FILE.py:FUNCTION: a list of B floats, NaN where it gave None, as it does not
+    apply to a response; or (b, T), see token_rewards.py. Raises Stop where it fails or hangs.
     """
     function, name = load_function(named, folder, where), named.rpartition(":")[2]
     if name in BUILT_IN:
@@ -39,10 +37,15 @@ def load_reward(named, folder, where):
     # TRL's form has one of the names in GIVEN, or only **kwargs
     as_trl = any(p.name in GIVEN for p in parameters) or [p.kind for p in parameters] == [
         inspect.Parameter.VAR_KEYWORD]
-    if inspect.isclass(function) or not as_trl and not takes_one(signature):
+    try:
+        if inspect.isclass(function):
+            raise TypeError
+        if not as_trl:
+            signature.bind(None)  # can it be called with the batch alone?
+    except TypeError as e:
         from options.mistakes import no_form
 
-        raise no_form(name, signature.parameters, where)
+        raise no_form(name, signature.parameters, where) from e
 
     def call(batch):
         returned = function(**arguments_of(parameters, batch)) if as_trl else function(batch)
@@ -67,20 +70,8 @@ def load_reward(named, folder, where):
     return reward
 
 
-def takes_one(signature):
-    """Whether a function can be called with the batch alone."""
-    try:
-        signature.bind(None)
-    except TypeError:
-        return False
-    return True
-
-
 def as_scores(name, returned, batch):
-    """
-    The result of a reward as a list of floats, one for each response, NaN for None; or, of a number
-    for each token, as (b, T). Raises Stop.
-    """
+    """A reward's result as a list of floats, NaN for None; or (b, T), of tokens. Raises Stop."""
     if getattr(returned, "ndim", 1) > 1:
         from options.token_rewards import as_token_rewards
 
@@ -113,7 +104,6 @@ def as_number(value):
 
 
 def required(p):
-    """Whether a parameter needs an argument."""
     return p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
 
 
@@ -158,10 +148,7 @@ def arguments_of(parameters, batch):
 
 
 def as_messages(row, completion):
-    """
-    A completion in the form of its row's prompt: a string, or a list with one message. If the
-    prompt ends with an assistant's message, the response continues that message.
-    """
+    """A completion in the form of its row's prompt, whose last message it may continue."""
     prompt = row.get("prompt")
     if not isinstance(prompt, list):
         return completion

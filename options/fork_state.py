@@ -8,6 +8,7 @@ import ast
 import contextlib
 import json
 import re
+from itertools import zip_longest
 
 import torch
 
@@ -23,8 +24,7 @@ KNOWN = "torch.", "bitsandbytes.", "options."
 def put_into_state(run):
     """
     A collective: put what optimizers keep beside tensors into run.state["run/optimizers"]. Raises
-    TypeError by the name of what JSON would not give back as it was, and BadInput by the name of
-    what an optimizer keeps, and no checkpoint can have.
+    TypeError by the name of what JSON would not give back as it was, and BadInput as values_of.
     """
     if "iteration" in run.state:  # before a collective: it may be in the state of one rank alone
         raise TypeError("run.state['iteration'] is run.py's own; choose another name")
@@ -44,9 +44,8 @@ def values_of(name, model, optimizer, made):
     """
     A collective: {parameter: [its group's values, its state's values]} that state.json can have;
     {"": [the optimizer's own values, {}]}. Of groups and own values only those that differ from
-    `made`, by checkpoint.settings_of when the optimizer was made: the others are settings, which a
-    key may change when the run resumes. Raises BadInput, on all ranks, by the name of a value that
-    a checkpoint cannot have.
+    `made`, by checkpoint.settings_of at first: the others are settings, which a key may change when
+    the run resumes. Raises BadInput by the name of a value that a checkpoint cannot have.
     """
     found = {}
     with parallel.in_step():  # COLLECTIVE
@@ -62,8 +61,7 @@ def values_of(name, model, optimizer, made):
             except (TypeError, ValueError, SyntaxError, RecursionError) as e:
                 refuse(name, f"{key!r} = {shorten(x)}{f' of {place}' if place else ''}", e)
 
-        for number, group in enumerate(optimizer.param_groups):
-            before = groups[number] if number < len(groups) else {}
+        for group, before in zip_longest(optimizer.param_groups, groups, fillvalue={}):
             for key, x in group.items():
                 if key not in ("params", "lr") and (
                         before.get(key) != repr(x) or not known and hides(x, names)):
@@ -84,8 +82,8 @@ def values_of(name, model, optimizer, made):
             if type(x) in kept and own.get(key) != repr(x):
                 note("", 0, key, x)
     if unwrapped(optimizer) is not optimizer:  # stage 1: a rank has some parameters' states
-        size, all_of = parallel.rank_and_size()[1], {}
-        for rank in range(size):
+        all_of = {}
+        for rank in range(parallel.rank_and_size()[1]):
             for place, values in parallel.from_rank(found, rank).items():  # COLLECTIVE
                 mine = all_of.setdefault(place, [values[0], {}])
                 if repr(mine[0]) != repr(values[0]):  # on all ranks alike
@@ -125,12 +123,11 @@ class NotFinite(ast.NodeTransformer):
 
 
 def hides(x, names, depth=4):
-    """
-    Whether tensors are somewhere in x that are no parameters of the model, `names`, or a generator
-    of noise.
-    """
-    if torch.is_tensor(x) or type(x).__name__ in ("Generator", "Random", "RandomState"):
-        return not torch.is_tensor(x) or x not in names
+    """Whether a tensor is in x that is no parameter of the model, `names`, or a generator."""
+    if torch.is_tensor(x):
+        return x not in names
+    if type(x).__name__ in ("Generator", "Random", "RandomState"):
+        return True
     if isinstance(x, dict):
         x = [*x.keys(), *x.values()]
     elif not isinstance(x, (list, tuple, set)) and hasattr(x, "__dict__") and not callable(x):
@@ -176,10 +173,7 @@ def needed(folder, present):
 
 
 def restored(folder, name, model, optimizer, tensors):
-    """
-    Put the values of a checkpoint back into the optimizer of the model `name`; returns its
-    (name, whole tensor), checked.
-    """
+    """Put a checkpoint's values into a model's optimizer; (name, whole tensor) of it, checked."""
     saved = read_json(f"{folder}/state.json").get("run/optimizers", {})
     put_back(model, optimizer, saved.get(name, {}))
     return checked(f"{folder}/{name}_optimizer", model, optimizer, tensors)
@@ -187,9 +181,9 @@ def restored(folder, name, model, optimizer, tensors):
 
 def checked(where, model, optimizer, tensors):
     """
-    The (name, whole tensor) of an optimizer's file, as they come. Raises BadInput where a tensor is
-    of no trained parameter. An AdamW needs three of each parameter, or none of any, of its shape: a
-    kernel would read beside it. where: the file, for the error.
+    The (name, whole tensor) of an optimizer's file, `where`, as they come. Raises BadInput where
+    one is of no trained parameter. An AdamW needs three of each parameter, or none of any, of its
+    shape: a kernel would read beside it.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     adamw, seen = isinstance(unwrapped(optimizer), torch.optim.AdamW), {}
@@ -200,8 +194,7 @@ def checked(where, model, optimizer, tensors):
         wanted = () if key == "step" else parameters[name].shape
         if adamw and t.shape != wanted:
             raise BadInput(f"{where}: {full} is of the shape {tuple(t.shape)}, not "
-                           f"{tuple(wanted)}: the file is not this run's; delete this checkpoint, "
-                           "or choose another --out_dir")
+                           f"{tuple(wanted)}; delete this checkpoint, or choose another --out_dir")
         seen.setdefault(name, set()).add(key)
         yield full, t
     whole = not any(parallel.is_shard(p) for p in parameters.values())

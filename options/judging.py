@@ -1,10 +1,7 @@
 """
 A language model as a judge: its question about a prompt and a response, and the tokens of its
-answers. rewards.py makes scores of their logits.
-
-The question is a template, a text with fields in braces: {prompt}, {response} and, if you like,
-{answer}, the row's. Its first line may name the answers, best first; without such a line they are A
-and B:
+answers. The question is a template, a text with fields in braces: {prompt}, {response} and, if you
+like, {answer}, the row's. Its first line may name the answers, best first; otherwise A and B:
 
     answers: A B C
     Question: {prompt}
@@ -49,17 +46,14 @@ FIELD = re.compile(r"\{(\w+)\}")
 class Judge:
     """
     A frozen language model that answers the question of a template with one of a few tokens. It is
-    called like a reward model: its score, at the question's last token, is the log-odds of the
+    used like a reward model: its score, at the question's last token, is the log-odds of the
     answers. answers: the ids of their tokens, best first.
     """
 
     def __init__(self, model, tokenizer, path, judge_template="yes_no", responses=("response",)):
-        """
-        path: the model's, for messages. judge_template: the key. responses: the template's fields
-        for the judged texts. Raises BadInput.
-        """
+        """path: the model's. responses: the template's fields for the judged texts."""
         self.model, self.config, self.parameters = model, model.config, model.parameters
-        self.base, self.must_fetch = model.base, model.must_fetch  # it is used like a reward model
+        self.base, self.must_fetch = model.base, model.must_fetch
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
         self.chat = bool(tokenizer.chats)
@@ -74,7 +68,7 @@ class Judge:
             raise BadInput(f"{self.name} has the fields {sorted(self.fields)}; it needs {needed}, "
                            "and may have {prompt} and {answer}")
         self.opening = []  # ids behind each question
-        self.answers, self.opening = self.find_answers()
+        self.find_answers()
 
     def scores(self, tokens, last):
         """Questions (b, W), padded on the right, with their last tokens at `last` (b,) -> (b,)."""
@@ -91,9 +85,8 @@ class Judge:
 
     def find_answers(self):
         """
-        (ids of the answers' tokens, ids that a chat template writes between the question and each
-        answer, such as Qwen3's empty thoughts). Behind plain text an answer begins with a blank, if
-        it is one token with it. Raises BadInput.
+        Set answers, and opening, the ids that a chat template writes before an answer, as Qwen3's
+        empty thoughts. In plain text a blank is before it, if they are one token. Raises BadInput.
         """
         text = fill(self.text, dict.fromkeys(self.fields, "x"))
         ids = self.encode_text(text)
@@ -104,7 +97,8 @@ class Judge:
             fit = [i is not None and self.tokenizer.decode([i]).strip() == word
                    for i, word in zip(found, self.words, strict=True)]
             if all(fit) and (same == len(ids) or self.chat and same > len(ids)):
-                return found, answered[0][len(ids):same]
+                self.answers, self.opening = found, answered[0][len(ids):same]
+                return
         word = self.words[fit.index(False) if False in fit else 0]
         raise BadInput(f"{self.name}: the answer {word!r} is not one token to the judge "
                        f"{self.path}; name others in the template's first line, as 'answers: A B'")
@@ -127,7 +121,7 @@ class Judge:
 
     def encode(self, row, responses):
         """
-        The ids of the question about one response (or two) to the prompt of a data row. If they do
+        The ids of the question about one response (or two) to a data row's prompt. Where they do
         not fit into the judge's context, the responses lose their ends: one long response must not
         stop a run. Raises BadInput where the rest does not fit.
         """
@@ -137,9 +131,8 @@ class Judge:
             return ids
         least = len(self.encode_whole(row, [""] * len(responses)))
         if least > limit:
-            raise BadInput(f"the question to the judge has {least} tokens without the response, "
-                           f"and the judge's context has {limit}; shorten the prompt or the "
-                           "template")
+            raise BadInput(f"without the response the question has {least} tokens, and the "
+                           f"judge's context has {limit}; shorten the prompt or the template")
         while len(ids) > limit:
             share = (limit - least) / (len(ids) - least)
             responses = [text[:int(share * (len(text) - 1))] for text in responses]
@@ -159,19 +152,12 @@ class Judge:
 
 def template_text(template):
     """The text of a built-in template or of a file. Raises BadInput."""
-    if template in TEMPLATES:
-        return TEMPLATES[template]
-    if not os.path.isfile(template):
-        raise BadInput(f"judge_template {template!r} is no file, and none of "
-                       f"{', '.join(TEMPLATES)}")
-    return file_of_key(template, "judge_template")
+    return TEMPLATES.get(template) or file_of_key(
+        template, "judge_template", f"; there are {', '.join(TEMPLATES)}, or a file")
 
 
 def answers_and_question(text):
-    """
-    The answers in the first line of a template, [] if there are none, and the question:
-    "answers: yes no\nIs it so?" -> (["yes", "no"], "Is it so?").
-    """
+    """Of "answers: yes no\nIs it so?" (["yes", "no"], "Is it so?"); [] without such a line."""
     first, _, rest = text.strip().partition("\n")
     named = re.fullmatch("answers:([^{]*)", first, re.IGNORECASE)
     if not named:
@@ -181,14 +167,13 @@ def answers_and_question(text):
 
 def log_odds(logits):
     """
-    A judge's score of a response, in nats: logits (..., K) of K answers, best first -> (...). With
-    two answers it is log p(A) - log p(B). With more, answer k of 0 .. K - 1 counts for the response
-    with the weight 1 - k / (K - 1), and against it with the rest:
+    A judge's score in nats: logits (..., K) of K answers, best first -> (...). With two it is
+    log p(A) - log p(B). With more, answer k of 0 .. K - 1 counts for the response with the weight
+    1 - k / (K - 1), and against it with the rest:
 
         log(sum of weight p) - log(sum of (1 - weight) p)
 
-    With the grades 10, 9 .. 1 it is logit((g - 1) / 9) of the expected grade g: 0 at 5.5, and
-    without a largest and a smallest value, as with two answers.
+    With the grades 10, 9 .. 1 it is logit((g - 1) / 9) of the expected grade g.
     """
     weights = torch.linspace(1, 0, logits.shape[-1], dtype=logits.dtype, device=logits.device)
     good, bad = (logits + w.log() for w in (weights, 1 - weights))  # (..., K); log 0 is -inf

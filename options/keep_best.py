@@ -12,22 +12,16 @@ LESS = r"eval/(kl|failed_calls|environment_share)(/.*)?"
 
 
 def save_if_best(run, figures, batch):
-    """
-    A collective: save the policy of a run if these figures are the best so far, {name: number} of
-    an evaluation's batch. The folder has the figures of its policy: whatever becomes of the run,
-    the next evaluation is compared with what is there. A run that begins anew begins with none.
-    Raises BadInput.
-    """
+    """A collective: save the policy if an evaluation's figures are better than the folder's."""
     by = run.system.keep_best
     name = by.removeprefix("-")
     if re.fullmatch(LESS, by):
         raise BadInput(f"keep_best = {by!r} would keep the policy with the most of it; type "
                        f"--keep_best=-{by}, which keeps the one with the least")
-    best = {}
+    folder, best = os.path.join(run.out_dir, "best_policy"), None
     if run.iteration > 0:
-        folder = os.path.join(run.out_dir, "best_policy")
-        best = alone(lambda: about_model(folder).get("figures", {}))  # COLLECTIVE
-    best, now = best.get(name), figures.get(name)
+        best = alone(lambda: about_model(folder).get("figures", {})).get(name)  # COLLECTIVE
+    now = figures.get(name)
     if best is None and name not in figures:
         raise BadInput(f"keep_best = {by!r}: wanted {', '.join(figures)}; of those with a - in "
                        "front the least")

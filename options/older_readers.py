@@ -15,29 +15,25 @@ KINDS = ["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 
 
 def add_older_names(folder):
-    """Add the older names to the config.json in a folder."""
     file = os.path.join(folder, "config.json")
     write_json(file, with_older_names(read_json(file)))
 
 
 def with_older_names(settings):
-    """
-    The settings of a config.json, and beside rope_parameters their older names: without these a
-    reader would take a base of 10,000.
-    """
+    """A config.json's settings, and older names: else a reader takes a base of 10,000."""
     parts = {name: with_older_names(part) for name, part in settings.items()
              if isinstance(part, dict) and name.endswith("_config")}
     rope, more = settings.get("rope_parameters") or {}, {}
     full, sliding = (rope.get(f"{part}_attention") for part in ("full", "sliding"))
     full = full or rope
-    if full and full.get("rope_type", "default") in KINDS:
+    rope_type = full.get("rope_type", "default")
+    if full and rope_type in KINDS:
         kind = settings["model_type"]
-        scaling = {name: x for name, x in full.items()
-                   if name not in (*OLDER_NAMES, "type")}
+        scaling = {name: x for name, x in full.items() if name not in (*OLDER_NAMES, "type")}
         if kind == "phi3":  # there it may have these three alone
-            scaling = dict(type=full["rope_type"]) | {name: x for name, x in scaling.items()
-                                                         if name in ("short_factor", "long_factor")}
-        more = dict(rope_scaling=None if full.get("rope_type", "default") == "default" else scaling)
+            scaling = dict(type=rope_type) | {
+                name: x for name, x in scaling.items() if name in ("short_factor", "long_factor")}
+        more = dict(rope_scaling=None if rope_type == "default" else scaling)
         values = (full.get("rope_theta"), (sliding or {}).get("rope_theta"),
                   full.get("partial_rotary_factor"))
         names = OLDER_NAMES_OF_NEOX if kind == "gpt_neox" else OLDER_NAMES

@@ -13,9 +13,8 @@ from prompts import batch_rows, dialogue, encode_demonstrations, read_rows
 
 def ptx_row(row):
     """
-    {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, and
-    every token is learned: its prompt is "", which no demonstration has. All other rows are
-    sft.py's.
+    {"prompt", "completion"} of a row: sft.py's; or of one with the field `text`, of which every
+    token is learned: its prompt is "", which no demonstration has.
     """
     if row.get("text") is None or row.get("completion") is not None:
         return dialogue(row, "completion")
@@ -38,9 +37,8 @@ class Ptx:
     def add_gradients(self, scale, iteration, steps, sums):
         """
         A collective where the policy is sharded. scale * ptx_coef * the mean loss over the tokens
-        of a step's examples goes into the gradients; this rank's losses are added to
-        sums["loss/ptx"]. steps: made in this iteration. All ranks together learn as many examples
-        as the step has responses.
+        of a step's examples, as many as it has responses, goes into the gradients; this rank's
+        losses are added to sums["loss/ptx"]. steps: made in this iteration.
         """
         config = self.config
         step = iteration * config["ppo_epochs"] * config["num_minibatches"] + steps

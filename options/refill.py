@@ -1,7 +1,4 @@
-"""
-For GRPO's dynamic sampling (grpo.py's key max_refills): other prompts for groups that teach
-nothing, and a batch in which their responses replace some rows.
-"""
+"""grpo.py's key max_refills: other prompts in the place of those whose groups teach nothing."""
 import torch
 
 from groups import summarize_groups
@@ -13,26 +10,25 @@ def refill(batch, flat, find_flat, shape_scores, group_size, rows, row_numbers, 
            iteration, attempts, pad_id, reward_names):
     """
     A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group is flat if all of
-    its scores are equal: then all of its advantages are 0, and it teaches nothing. The group of
-    another prompt takes its place, up to so many attempts.
+    its scores are equal: its advantages are 0, and it teaches nothing. The group of another prompt
+    takes its place, up to so many attempts.
 
-    flat: (B / G,) bool, which groups of the batch are flat. rows: the data's; row_numbers: of the
-    rows in the batch. find_flat, shape_scores, rollout: grpo.py's functions. Returns the batch;
-    which of its groups are still flat; and the figures of the batch before, for the log.
+    flat: (B / G,) bool, which groups of the batch are flat. row_numbers: of the rows in the batch.
+    find_flat, shape_scores, rollout: grpo.py's. Returns the batch; which of its groups are still
+    flat; and the figures of the batch before, for the log.
     """
     before = summarize(batch, "objective", reward_names, rows=rows)
     before.pop("objective/entropy", None)  # that of the batch that is trained, as the KL
     before |= summarize_groups(shape_scores(batch), flat)
     for attempt in range(attempts):
-        purpose = f"refill {attempt}"
-        slots = flat.nonzero().flatten().tolist()  # none, when no group is flat any more
+        slots = flat.nonzero().flatten().tolist()
         if not slots:
             break
         for slot in slots:
             row_numbers[slot] = other_row(
                 row_numbers[slot], rows, seed, "refill", iteration, attempt, slot)
-        fresh = rollout(  # COLLECTIVE
-            purpose, iteration, rows, [row_numbers[slot] for slot in slots], slots=slots)
+        fresh = rollout(f"refill {attempt}", iteration, rows,  # COLLECTIVE
+                        [row_numbers[slot] for slot in slots], slots=slots)
         index = batch["index"]
         places = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
         batch = replace_rows(batch, places.flatten().to(index.device), fresh, pad_id)
@@ -42,21 +38,15 @@ def refill(batch, flat, find_flat, shape_scores, group_size, rows, row_numbers, 
 
 
 def other_row(row, rows, *key):
-    """
-    The number of one of the rows, as a function of the key, but not this one (unless it is the only
-    one). The epochs do not count it. Of a mix of several files it is a row of the same file.
-    """
+    """The number of another row of the same file, if there is one, as a function of the key."""
     first, n = rows.mix.range_of(row) if rows.mix else (0, len(rows))
     return first + (row - first + 1 + number_of(*key, size=8) % max(n - 1, 1)) % n
 
 
 def replace_rows(batch, rows, fresh, pad_id):
     """
-    The batch with some of its rows replaced: row rows[i] is row i of fresh.
-
-    batch, fresh: dicts of tensors with the same names. rows: a tensor of row numbers. Where the T
-    of the two differ, the narrower ones (., T) get columns of padding. With pad_id 0, row 1 is
-    replaced:
+    The batch with row i of fresh, a batch, in the place of row rows[i]; rows: a tensor. Where the T
+    of the two differ, the narrower one gets columns of padding. With pad_id 0, row 1 is replaced:
 
         batch["tokens"]   5 6 7 8      fresh["tokens"]   1 2 3 4 9      result   5 6 7 8 0
                           5 9 9 0                                                1 2 3 4 9

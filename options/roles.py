@@ -12,10 +12,9 @@ are the trainers' own. Trainers load all models, generators the policy, scorers 
 the judge; only the trainers step and save.
 
 The trainers lead: at the beginning of an iteration they send weights with the numbers of the
-batches that are due (options/ahead.py), later they receive these batches in the same order, and at
-the end they say so. A message goes from the first rank of a role to the first rank of the next,
-which broadcasts it to its role; it is sent in the background, through the CPU's memory. The others
-ignore signals: the trainers stop, and tell them. If one is killed, its connections close.
+batches that are due, later they receive these in the same order, and at the end they say so. A
+message goes from the first rank of a role to the first rank of the next, which broadcasts it; it is
+sent in the background, through the CPU's memory. Signals are for the trainers, who tell the others.
 """
 import json
 import math
@@ -40,10 +39,7 @@ sent = []  # messages that may be on their way: their works and tensors
 
 
 def begin(system):
-    """
-    A collective of all ranks: make a group of each role. Returns role, does and group of this rank,
-    see ranks.Rank. Raises BadInput.
-    """
+    """A collective: a group of each role. Returns this rank's role, does and group."""
     global way
     text = system.roles
     if system.generate_tp > 1:
@@ -52,23 +48,22 @@ def begin(system):
     counts = {name: int(n) for name, n in re.findall(r"(train|generate|score)=(\d{1,6})", text)}
     size = int(dist.is_initialized() and dist.get_world_size())
     if not counts.get("train") or not counts.get("generate") or sum(counts.values()) != size:
-        raise BadInput(f"roles = {text!r}, of {max(size, 1)} rank(s): wanted how many ranks train, "
-                       "generate and, if any, score, as train=6,generate=1,score=1, of all ranks: "
-                       "torchrun --nproc_per_node=8")
+        raise BadInput(f"roles = {text!r}, of {max(size, 1)} rank(s): wanted what all ranks do, as "
+                       "train=6,generate=1,score=1 of torchrun --nproc_per_node=8")
     start = 0
-    for role in [role for role in ("train", "generate", "score") if counts.get(role)]:
-        numbers = range(start, start + counts[role])
-        group = dist.new_group(list(numbers), this_rank.wait)
-        first[role], start = start, numbers.stop
+    for name in [name for name in ("train", "generate", "score") if counts.get(name)]:
+        numbers = range(start, start + counts[name])
+        made = dist.new_group(list(numbers), this_rank.wait)
+        first[name], start = start, numbers.stop
         if dist.get_rank() in numbers:
-            own = role, ("sample", "score"), group
+            role, group = name, made
     # gloo also on GPUs, where NCCL would keep the GPU waiting
     way = dist.new_group(timeout=parallel.PATIENCE, backend="gloo")
-    role, does, group = own
-    if role != "train":
-        ranks.on_requests(signal.SIG_IGN)
+    does = "sample", "score"
     if "score" in first:
         does = dict(generate=("sample",), score=("score",)).get(role, does)
+    if role != "train":
+        ranks.on_requests(signal.SIG_IGN)
     return role, does, group
 
 
@@ -80,12 +75,10 @@ class Apart(Ahead):
     def fetch(self, iteration, due):
         """A collective of the trainers: send the weights, if they are due; receive the batch."""
         if due:
-            policy = self.run.models["policy"]
+            policy, audited = self.run.models["policy"], self.run.audit_is_due()
             self.run.enter("weights")
             weights = {name: parallel.whole(p) for name, p in trained_tensors(policy).items()}
-            sums = {}
-            if self.run.audit_is_due():
-                sums = {name: int(checksum(t)) for name, t in weights.items()}
+            sums = {name: int(checksum(t)) for name, t in weights.items() if audited}
             send("generate", weights, due=due, shift=self.run.state.get("score_shift"), sums=sums,
                  settings=self.run.settings)
         self.coming = [*self.coming, *due]

@@ -13,7 +13,6 @@ PAIR = "chosen", "rejected"
 
 
 def check_teacher(score_coef, preference_coef, label_smoothing, centre_coef, use_confidence):
-    """Raise BadInput where keys of rm.py do not go together."""
     if label_smoothing or centre_coef or use_confidence:
         raise BadInput("label_smoothing, centre_coef and use_confidence change the loss of "
                         "labels, and a teacher's scores are learned in their place; leave them out")
@@ -23,10 +22,7 @@ def check_teacher(score_coef, preference_coef, label_smoothing, centre_coef, use
 
 
 def completions_of(path, score_coef, system):
-    """
-    The fields with completions in the rows of a file: PAIR, or ("completion",). Raises BadInput
-    where nothing can be learned of single responses.
-    """
+    """The fields with completions in the rows of a file: PAIR, or ("completion",)."""
     pairs = sum("chosen" in row for row in read_rows(path, dict, system.fields))
     if not pairs and score_coef == 0:
         raise BadInput(f"score_coef = 0, but {path} has single responses, of which nothing but the "
@@ -40,9 +36,8 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
     for each of `data` a tensor (n, k). One teacher at a time is in memory.
 
     teacher: the key. data: [(rows, their path, the fields of their completions, the numbers of n
-    rows), ...]; a teacher reads the texts in its own tokens. encode, all_scores: rm.py's. Raises
-    BadInput where all scores of the first data, the ones to learn, are the same, or a row is too
-    long for a teacher.
+    rows), ...], those to learn first; a teacher reads the texts in its own tokens. encode,
+    all_scores: rm.py's. Raises BadInput.
     """
     paths, means = teacher.split(","), [0.0] * len(data)
     for path in paths:
@@ -51,9 +46,8 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
             ids = rows.ids
             encode(rows, fields, model)
             if len(rows) < len(ids):  # with too_long=drop; the others' numbers have changed
-                raise BadInput(f"{source}: {len(ids) - len(rows)} rows are too long for the "
-                               f"teacher {path}; delete them, or type --max_tokens="
-                               f"{model.max_positions}, if its tokens are yours")
+                raise BadInput(f"{source}: {len(ids) - len(rows)} rows are too long for {path}, a "
+                               f"teacher; delete them, or type --max_tokens={model.max_positions}")
             scores = all_scores([rows.ids[number] for number in numbers], model)  # COLLECTIVE
             rows.ids = ids
             means[place] = means[place] + (scores - scores.mean()) / len(paths)
@@ -66,9 +60,9 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
 
 def losses_of(scores, targets):
     """
-    The losses of b examples with these scores (b, k), {name: (b,)}. targets: the teacher's scores,
-    (b, k). loss/score is their mean squared distance. loss/preference, of pairs, is the
-    cross-entropy against the teacher's probability that the first one is the better.
+    {name: (b,)}, the losses of b examples with these scores, (b, k) as the targets, the teacher's.
+    loss/score is their mean squared distance. loss/preference, of pairs, is the cross-entropy
+    against the teacher's probability that the first one is the better.
     """
     log_sigmoid = torch.nn.functional.logsigmoid
     losses = {"loss/score": (scores - targets).square().mean(1)}

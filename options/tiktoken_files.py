@@ -25,9 +25,8 @@ uncached = mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR="")
 
 def encode_as(encoding, markers=(), **special):
     """
-    A tokenizer of transformers that gives a text the ids of encoding.encode_ordinary. The special
-    tokens of the encoding keep their ids; markers: the tokens that text may contain (they are not
-    special here). special: eos_token, pad_token and so on.
+    A tokenizer of transformers with the ids of encoding.encode_ordinary, also of special tokens.
+    markers: those that text may contain, not special here. special: eos_token and so on.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
@@ -60,7 +59,6 @@ def read(path):
 
 
 def by_name(path):
-    """The tokenizer of a path such as tiktoken:gpt2. Raises BadInput."""
     import tiktoken
 
     name = path.removeprefix("tiktoken:")
@@ -70,9 +68,8 @@ def by_name(path):
     try:
         encoding = tiktoken.get_encoding(name)
     except Exception as e:  # no network, no disk, or a wrong file
-        raise BadInput(f"{path}: tiktoken cannot get this encoding ({first_line(e)[:200]}); "
-                       "without a network TIKTOKEN_CACHE_DIR names a folder that it has filled "
-                       "elsewhere") from e
+        raise BadInput(f"{path}: tiktoken cannot get this encoding ({first_line(e)[:200]}); with "
+                       "no network set TIKTOKEN_CACHE_DIR, a folder filled elsewhere") from e
     end = "<|endoftext|>"
     if end not in encoding._special_tokens:
         raise BadInput(f"{path}: this encoding has no {end}, so no response could ever end; choose "
@@ -81,10 +78,7 @@ def by_name(path):
 
 
 def from_folder(folder):
-    """
-    The tokenizer of a folder with a file *.tiktoken. It splits text into words like cl100k and
-    Qwen. Its special tokens stand in tokenizer_config.json. Raises BadInput.
-    """
+    """It splits text into words like cl100k and Qwen; tokenizer_config.json has special tokens."""
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
     from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -100,9 +94,8 @@ def from_folder(folder):
         encoding = tiktoken.Encoding(
             os.path.basename(file), pat_str=TikTokenConverter().pattern, mergeable_ranks=ranks,
             special_tokens=added)
-        special = {key: settings[key] for key in ("bos_token", "eos_token", "pad_token",
-                                                  "chat_template") if settings.get(key)}
-        return encode_as(encoding, **special)
+        named = "bos_token", "eos_token", "pad_token", "chat_template"
+        return encode_as(encoding, **{key: settings[key] for key in named if settings.get(key)})
     except Exception as e:  # other files may hold anything
         raise BadInput(f"{file}: no usable tiktoken file beside its tokenizer_config.json "
                        f"({first_line(e)[:200]}); download both again") from e

@@ -22,17 +22,13 @@ LAST_RESORT = 10
 
 
 class Late(BaseException):
-    """
-    The seconds are over; str: " at FILE, line N", where the function was then. No `except
-    Exception` catches it.
-    """
+    """The seconds are over; str: " at FILE, line N". No `except Exception` catches it."""
 
 
 def in_time(seconds, function, *arguments):
     """
-    function(*arguments); raises Late where it takes more than `seconds`. None: it may take for
-    ever. Whatever the function sets for its thread, such as torch.set_grad_enabled(False), ends
-    with it.
+    function(*arguments); raises Late where it takes more than `seconds`; None: it may take for
+    ever. Whatever it sets for its thread, such as torch.set_grad_enabled(False), ends with it.
     """
     over, end, places = threading.Event(), time.monotonic() + (seconds or 0), []
 

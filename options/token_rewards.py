@@ -24,9 +24,9 @@ from errors import Stop, shorten
 
 def as_token_rewards(name, returned, batch):
     """
-    What a rule has returned for tokens, checked: (b, T) float64. It has a finite number for each
-    token that the policy sampled, and 0 for all others. A row of NaN (beside zeros): the rule does
-    not apply to this response; then the whole row becomes NaN. Raises Stop, which names the rule.
+    What a rule has returned for tokens, checked: (b, T) float64, a finite number for each token
+    that the policy sampled, and 0 for all others. A row of NaN (beside zeros): the rule does not
+    apply to this response; then the whole row becomes NaN. Raises Stop.
     """
     mask, shape = batch.get("response_mask", torch.zeros(0)).cpu(), tuple(returned.shape)  # (b, T)
     if shape != mask.shape:
@@ -41,19 +41,17 @@ def as_token_rewards(name, returned, batch):
         if bad.any():
             i, t = bad.nonzero()[0].tolist()
             raise Stop(f"reward {name!r} gave {shorten(numbers[i, t].item())} in column {t} of the "
-                       f"row with the prompt {shorten(batch['rows'][i].get('prompt'))}: {what}. "
-                       "The number of a token stands in the token's column, and there "
-                       "batch['response_mask'] is True; all others are 0")
+                       f"row with the prompt {shorten(batch['rows'][i].get('prompt'))}: {what}. A "
+                       "number stands where batch['response_mask'] is True; all others are 0")
     numbers[nothing] = math.nan
     return numbers
 
 
 def token_at(batch, i, n):
     """
-    The column of the token that ends character n of batch["completions"][i]: the first one with
-    which the text has this character. n = the length of the text: the last token that the policy
-    sampled, which is the EOS where the response has ended. A response of several turns has its last
-    turn as completion. batch: a rule's. Raises IndexError.
+    The column of the token that ends character n of batch["completions"][i]; of several turns this
+    is the last one. n = the length of the text: the last token that the policy sampled, the EOS
+    where the response has ended. batch: a rule's. Raises IndexError.
     """
     text, tokenizer = batch["completions"][i], batch["tokenizer"]
     if not 0 <= n <= len(text):

@@ -31,9 +31,9 @@ def use_parts_of_file(hf, path):
 
 def use_words_of_tekken(hf, path):
     """
-    Mistral's Tekken, where tokenizer.json has the words of cl100k, as some of Mistral's folders do:
-    its own words, where the setting fix_mistral_regex of transformers is true. That does it before
-    version 5 only; and it only warns where the setting is missing: then this raises BadInput.
+    Tekken's own words, where tokenizer.json has those of cl100k, as in some of Mistral's folders,
+    and fix_mistral_regex is true. transformers does it before version 5 only; and only warns where
+    the setting is missing: then this raises BadInput.
     """
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split

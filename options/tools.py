@@ -1,18 +1,10 @@
 """
 Tools: the key tools, functions that the policy may call, as the environment of a run; docs/turns.md
-has an example, and says how calls are written and answered.
+has an example, and says how calls are answered. They are written as JSON, as most families do; in
+tags, as Qwen3.5 (each on a line of its own); or as gpt-oss does:
 
-    <tool_call>                                           JSON, as most families write it
-    {"name": "multiply", "arguments": {"a": 37, "b": 46}}
-    </tool_call>
-    <tool_call>                                           tags, as Qwen3.5 and Qwen3-Coder
-    <function=multiply>
-    <parameter=a>
-    37
-    </parameter>
-    ...
-    </function>
-    </tool_call>
+    <tool_call>{"name": "multiply", "arguments": {"a": 37, "b": 46}}</tool_call>
+    <tool_call><function=multiply><parameter=a>37</parameter> ... </function></tool_call>
     <|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 37}<|call|>
 
 The functions run in a process beside each rank, so one that hangs can be killed; and the policy's
@@ -70,15 +62,14 @@ class Tools:
             except Exception as e:  # transformers' own: no docstring, no types
                 raise BadInput(f"{where}: {named} cannot be described to the policy: "
                                f"{first_line(e)}") from e
-            schema = self.schemas[-1]["function"]
-            self.types[schema["name"]] = {  # the default None may be given, too
-                key: {k: v for k, v in one.items() if k != "description"}
-                | (dict(nullable=True) if its[key].default is None else {})
-                for key, one in schema["parameters"]["properties"].items()}
+            types = self.types[function.__name__] = {}
+            for key, schema in self.schemas[-1]["function"]["parameters"]["properties"].items():
+                types[key] = {k: v for k, v in schema.items() if k != "description"}
+                if its[key].default is None:  # it may be given, too
+                    types[key]["nullable"] = True
         if not re.search(r"\btools\b", tokenizer.chats.template if tokenizer.chats else ""):
-            raise BadInput(f"{where}: {tokenizer.path} has no variable tools, so the policy would "
-                           "not read what tools there are; give a template that has it, such as "
-                           "--chat_template=options/templates/chatml.jinja")
+            raise BadInput(f"{where}: the template of {tokenizer.path} has no variable tools; type "
+                           "one that has it, --chat_template=options/templates/chatml.jinja")
         self.harmony = "<|channel|>" in tokenizer.chats.template
         self.process = None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
@@ -88,9 +79,10 @@ class Tools:
         The reply to each of these turns: [(message or None, 0.0, how many of its calls have
         failed), ...]. begun: the text before each turn, whose end may begin the turn's thoughts.
         """
-        marks = map(BEGUN.search, begun)
-        calls = [self.calls_in((mark[0] if mark else "") + text)
-                 for mark, text in zip(marks, texts, strict=True)]
+        calls = []  # of each turn
+        for before, text in zip(begun, texts, strict=True):
+            mark = BEGUN.search(before)
+            calls.append(self.calls_in(mark[0] + text if mark else text))
         outcomes = iter(self.run([call[:2] for its in calls for call in its if call[2] is None]))
         replies = []
         for its in calls:
@@ -157,41 +149,31 @@ class Tools:
         if not calls:
             return []
         if self.process is None or self.process.poll() is not None:
-            self.start()
-        late = False, f"it has not answered within {self.seconds:.3g} s"
-        results, end = [late] * len(calls), time.monotonic() + self.seconds
-        pipe, self.counted = self.process.stdout, self.counted + len(calls)
-        first = self.counted - len(calls)  # calls have numbers, so no answer comes to another
-        waiting, rest = set(range(first, self.counted)), b""
+            code = (f"import sys; sys.path.insert(0, {ROOT!r}); "
+                    f"from options.tools import serve; serve({self.named!r})")
+            self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
+                                            stdout=subprocess.PIPE)
+        fault = f"it has not answered within {self.seconds:.3g} s"
+        end = time.monotonic() + self.seconds
+        pipe, rest, results = self.process.stdout, b"", {}  # {number of a call: its result}
         try:
-            for n, call in enumerate(calls, first):
+            for n, call in enumerate(calls):
                 self.process.stdin.write(json.dumps([n, *call]).encode() + b"\n")
             self.process.stdin.flush()
             with selectors.DefaultSelector() as selector:
                 selector.register(pipe, selectors.EVENT_READ)
-                while waiting and selector.select(max(end - time.monotonic(), 0)):
+                while len(results) < len(calls) and selector.select(max(end - time.monotonic(), 0)):
                     read = os.read(pipe.fileno(), 1 << 16)
                     if not read:
                         raise BrokenPipeError
                     *lines, rest = (rest + read).split(b"\n")
-                    for n, good, text in map(json.loads, lines):
-                        results[n - first] = good, text
-                        waiting.discard(n)
+                    results |= {n: (good, text) for n, good, text in map(json.loads, lines)}
         except BrokenPipeError:  # a tool has ended the process
-            for n in waiting:
-                results[n - first] = False, "its process has ended"
-        if waiting:
+            fault = "its process has ended"
+        if len(results) < len(calls):  # with the calls that hang
             self.process.kill()
             self.process.wait()
-        return results
-
-    def start(self):
-        """Start the process of the tools."""
-        code = (f"import sys; sys.path.insert(0, {ROOT!r}); "
-                f"from options.tools import serve; serve({self.named!r})")
-        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE)
-        self.counted = 0
+        return [results.get(n, (False, fault)) for n in range(len(calls))]
 
 
 def written_in(text):
@@ -232,16 +214,17 @@ def typed(text, schema):
 
 def fits(value, schema):
     """Whether a value, as JSON has it, fits a schema, as transformers writes it for a type."""
+    if value is None and "nullable" in schema:
+        return True
     kind = next(kind for kind, its in KINDS.items() if isinstance(value, its))
     kinds = schema.get("type", kind)  # one or a list
     parts = list(value.values()) if kind == "object" else value if kind == "array" else []
     each = [schema.get("items", schema.get("additionalProperties", {}))] * len(parts)
     each = schema.get("prefixItems", each)
-    return value is None and "nullable" in schema or (
-        (kind in kinds or kind == "integer" and "number" in kinds)
-        and value in schema.get("enum", [value])
-        and ("anyOf" not in schema or any(fits(value, one) for one in schema["anyOf"]))
-        and len(parts) == len(each) and all(map(fits, parts, each)))
+    return ((kind in kinds or kind == "integer" and "number" in kinds)
+            and value in schema.get("enum", [value])
+            and ("anyOf" not in schema or any(fits(value, one) for one in schema["anyOf"]))
+            and len(parts) == len(each) and all(map(fits, parts, each)))
 
 
 def example(schema):

@@ -1,12 +1,12 @@
 """
-The key report_to also shows the log of a run in TensorBoard, Weights & Biases (wandb) or trackio. A
-tracker gets the records after they are written to log.jsonl. If a tracker fails, the run goes on
-without it. A run that resumes goes on in the same place: there TensorBoard deletes the iterations
-after the checkpoint, and wandb keeps them (they are the same).
+The key report_to: the log of a run also in TensorBoard, Weights & Biases (wandb) or trackio. If a
+tracker fails, the run goes on without it. A run that resumes goes on in the same place: there
+TensorBoard deletes the iterations after the checkpoint, and wandb keeps them (they are the same).
 """
 import importlib
 import math
 import os
+from pathlib import Path
 
 from configurator import write_text
 from errors import BadInput, first_line, say
@@ -22,19 +22,14 @@ def names_in(report_to):
     for name in names:
         if name not in TRACKERS:
             raise BadInput(f"report_to: unknown name {name!r}; there are {', '.join(TRACKERS)}")
-        try:
-            importlib.import_module(TRACKERS[name])
-        except ImportError as e:
-            raise BadInput(f"report_to: {name!r} cannot be imported ({first_line(e)}); type pip "
-                           f"install {name}, or leave it out") from e
+        importlib.import_module(TRACKERS[name])
     return names
 
 
 def start_trackers(report_to, out_dir, config, iteration):
     """
-    A collective: begin to report to the trackers of the key, from this iteration on. Only rank 0
-    reports. config: the run's; it is shown, too. Raises BadInput, on all ranks, if a tracker
-    cannot start.
+    A collective: begin to report to the trackers of the key, on rank 0, from this iteration on.
+    config: the run's; it is shown, too. Raises BadInput where a tracker cannot start.
     """
     def start_all():
         run = run_id(out_dir, iteration)
@@ -50,23 +45,21 @@ def start_trackers(report_to, out_dir, config, iteration):
 
 def run_id(out_dir, iteration):
     """The run's name in the trackers; a new run in out_dir gets another name."""
-    file = os.path.join(out_dir, "report_id.txt")
+    file = Path(out_dir, "report_id.txt")
     # a link or a pipe is not followed, but replaced: it could lead anywhere
-    if iteration == 0 or os.path.islink(file) or not os.path.isfile(file):
+    if iteration == 0 or file.is_symlink() or not file.is_file():
         write_text(file, f"{os.path.basename(os.path.abspath(out_dir))}-{os.urandom(4).hex()}")
-    with open(file, encoding="utf-8") as f:
-        return f.read().strip()
+    return file.read_text("utf-8").strip()
 
 
 def start_tracker(name, out_dir, config, iteration, run):
     """
-    Begin to report to one tracker, in out_dir/tensorboard (tensorboard --logdir=out), or in the
-    project $WANDB_PROJECT or $TRACKIO_PROJECT, or else "quartet". run: its name there. Returns
-    send, close.
+    (send, close) of one tracker, which reports in out_dir/tensorboard (tensorboard --logdir=out),
+    or in the project $WANDB_PROJECT or $TRACKIO_PROJECT, or else "quartet". run: its name there.
     """
+    tracker = importlib.import_module(TRACKERS[name])
     if name == "tensorboard":
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-            os.path.join(out_dir, "tensorboard"), purge_step=iteration)
+        writer = tracker.SummaryWriter(os.path.join(out_dir, "tensorboard"), purge_step=iteration)
 
         def add(numbers, step):
             for key, value in numbers.items():
@@ -75,9 +68,9 @@ def start_tracker(name, out_dir, config, iteration, run):
 
         return add, writer.close
 
-    tracker, project = importlib.import_module(name), os.environ.get(f"{name.upper()}_PROJECT")
+    project = os.environ.get(f"{name.upper()}_PROJECT") or "quartet"
     own = dict(id=run, dir=out_dir, allow_val_change=True) if name == "wandb" else {}
-    tracker.init(project=project or "quartet", name=run, config=config, resume="allow", **own)
+    tracker.init(project=project, name=run, config=config, resume="allow", **own)
     return (lambda numbers, step: tracker.log(numbers, step=step)), tracker.finish
 
 
@@ -94,7 +87,6 @@ def send_to_trackers(record):
 
 
 def finish_trackers():
-    """Close all trackers: they write their last data."""
     for name, (_, close) in list(open_trackers.items()):
         try:
             close()

@@ -8,9 +8,8 @@ most of the time. An optional package; it has kernels, a scheduler and a noise o
     respond(prompts, ...)           ----->    samples; answers with ids and log-probs
 
 Each rank that samples has such a process beside it, in the same environment, or in one of its own:
-VLLM_PYTHON=venv/bin/python. It is no part of the rank's own process, because there vLLM (0.32)
-takes all ranks of torch.distributed for its own, so that ranks that do not sample would have to
-build its groups with it; seeds torch, and sets threads anew. The two talk through a socket; the
+VLLM_PYTHON=venv/bin/python. In the rank's own process vLLM (0.32) would take all ranks for its own,
+also those that do not sample, seed torch and set threads anew. The two talk through a socket; the
 weights lie in memory that both can see. If one of the two ends, so does the other.
 """
 import ctypes
@@ -49,9 +48,9 @@ def bits(tensors):
 
 def whole_weights(policy, vocab_size):
     """
-    (name, tensor) of all that a policy computes with, an adapter merged into its trunk; a head that
-    is the table of embeddings as well comes a second time, under its own name. Of both, the rows of
-    vocab_size ids: the rest is padding. A collective where the policy is sharded.
+    A collective where the policy is sharded: (name, tensor) of all that it computes with, an
+    adapter merged into its trunk, a head that is the table of embeddings a second time. Of both,
+    the rows of vocab_size ids: the rest is padding.
     """
     hf = policy.hf
     by_id = [*hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()]
@@ -66,13 +65,11 @@ engines = {}  # {policy: its VLLM}: started at the first rollout
 def responder(policy, system, device, temperature, seeds):
     """
     A collective: vLLM as the sampler of rollout.sampling, with the policy's present weights. seeds:
-    of the responses; of a later turn they are made of its uniforms. The first call starts vLLM.
-    Raises BadInput.
+    of the responses; of a later turn they are made of its uniforms. Raises BadInput.
     """
     if system.dtype not in DTYPES or system.generate_tp > 1:
-        raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r} and generate_tp = "
-                       f"{system.generate_tp}: vLLM samples in float32, bfloat16 or float16, on "
-                       "each rank with the whole policy; leave one of the keys out")
+        raise BadInput(f"sampler = 'vllm' goes with no generate_tp ({system.generate_tp}) and no "
+                       f"float64 (dtype = {system.dtype!r}); leave one of them out")
     torch.cuda.empty_cache()  # vLLM needs what the update has used
     refused = f"sampler = 'vllm', {policy.path}: {{}}; type --sampler=own"
     vllm = engines.get(policy)
@@ -182,12 +179,13 @@ class VLLM:
         n, R = len(prompts), max_new_tokens
         responses, logprobs = torch.full((n, R), self.tokenizer.pad_id), torch.zeros(n, R)
         lengths, finished = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.bool)
+        budgets = budgets or [R] * n
         sampled = self.ask("sample", dict(
-            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=budgets or [R] * n,
+            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=budgets,
             temperature=temperature, eos_ids=sorted(self.tokenizer.eos_ids)),
             lambda: this_rank.stop)
         for row, (ids, of_ids, ended) in enumerate(sampled or ()):
-            if len(ids) < (budgets[row] if budgets else R) and not ended:
+            if len(ids) < budgets[row] and not ended:
                 raise Lost(f"vLLM's cache has no room for a prompt of {len(prompts[row])} tokens "
                            f"and max_new_tokens = {R}; raise vllm_cache")
             if self.tokenizer.stop_strings:  # vLLM looks in another text than we do: ours count
