@@ -317,9 +317,9 @@ class Proof:
         transformers.logging.disable_progress_bar()
         os.makedirs(f"{folder}/world")
         self.world = small_world.build(f"{folder}/world")
-        self.small, self.keys = shrink(script, argv, self.world)
+        typed, self.keys = shrink(script, argv, self.world)
         self.typed = [arg[2:].partition("=")[0] for arg in argv]
-        self.runs = small_world.Runs(start, script, self.small, folder, dict(
+        self.runs = small_world.Runs(start, script, typed, folder, dict(
             temperature=self.keys.get("temperature", 1.0)))
         self.found, self.untried, self.say = {}, {}, say
 
@@ -366,17 +366,17 @@ class Proof:
 
     def why(self, said):
         """The cause of a small run's failure, by what it says; and what to type."""
-        named = [name for name, x in self.small.items() if re.search(
-            rf"\b{name}( =| \()", said) or len(str(x)) > 4 and str(x) in said]
-        kind = next((kind for kind, form in FAILURES.items() if re.search(form, said)), "own")
-        if {*named} & {*self.typed}:
-            kind = "typed"
-        elif kind == "own" and named:
-            kind = "small"
-        name = next((name for name in named if kind != "typed" or name in self.typed), "")
-        return WHY[kind].format(
-            name=name, value=self.small.get(name), rows=self.world.read,
-            path="prompts_path" if "prompts_path" in self.small else "train_path")
+        named = [name for name in self.keys if f"{name} = " in said]
+        values = [name for name, x in self.keys.items() if isinstance(x, str) and (
+            repr(x) in said or re.search(r"[./]", x) and x in said)]
+        named = {*named, *([name for name in values if name in self.typed] or values)}
+        kind = next((kind for kind, form in FAILURES if re.search(form, said)), "own")
+        if kind in ("models", "own") and named:  # a key has made it fail
+            return ", and ".join(WHY["typed" if name in self.typed else "small"].format(
+                name=name, value=self.keys[name]) for name in sorted(named))
+        path = "prompts_path" if "prompts_path" in self.keys else "train_path"
+        return WHY[kind].format(path=path, batch=self.keys["batch_size"], rows=(
+            "those that you typed" if path in self.typed else self.world.read))
 
     def check(self, name, promise, changed, other):
         """Compare a run with another one; returns where they part, or None."""

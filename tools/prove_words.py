@@ -28,18 +28,20 @@ CHANGED = dict(score="the score of one response, 3 higher and 3 lower; its log-p
 # errors by which a run itself refuses what breaks a promise
 REFUSED = (r"run\.state|optimizer keeps|has a trained parameter|before any update|drifted apart|"
            "is not finite|the metric")
-FAILURES = dict(  # what a small run says that fails: the kind of cause
-    lacks=r"No module named|ImportError|pip install|; cp QUARTET",
-    rows=r"KeyError|reward '|environment =|line \d+: |field '|_(train|val)\.jsonl",
-    models=r"GPT2|gpt2|transformer\.|token|template|vocab|has no attribute|lora")
+FAILURES = [  # what a small run says that fails: the first that fits is the kind of cause
+    ("lacks", r"No module named|ImportError|pip install|; cp QUARTET"),
+    ("rows", r"reward '.*failed|environment = .*failed|line \d+: |row \d+: |field '"),
+    ("models", r"GPT2|transformer\.|LoRA target|KeyError: '<|has no attribute|vocab"),
+    ("rows", r"KeyError")]
 WHY = dict(  # and what to type
-    typed="that is the --{name} which you typed",
+    typed="--{name} is what you typed",
     lacks="it lacks what it names: bring it, or leave the key out that needs it",
     rows="its rows are {rows}: type --{path}=FILE, rows that your functions can read",
     models="its models are GPT-2's of 16 numbers a token, whose tokens are bytes: type "
            "--policy_path=FOLDER of a small one of yours, and other models' folders",
     small="it has {name} = {value!r}: type another --{name}=",
-    own="nothing of this is the small run's: does your command fail so, too?")
+    own="if your own command does not end so, type what the page needs of yours: rows (--{path}=), "
+        "models (--policy_path=) or sizes, such as --batch_size, which is {batch} here")
 LOOKS = dict(  # what one run shows
     zero="the gradient of {name!r} is exactly 0 in an iteration's first step: a loss "
          "without gradient (old_logprobs without detach, a detach or no_grad too many, no "

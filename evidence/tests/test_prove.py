@@ -89,10 +89,20 @@ def test_recipes_that_are_whole_papers(name, only, tmp_path):
     ("ROOT/nano/ppo.py", 2, ["nano/ppo.py"]), ("ROOT/ppo.py --only=kills", 2, ["kills", "resume"]),
     ("ROOT/ppo.py --learning_rat=1", 2, ["learning_rat"]), ("ROOT/ppo.py none.py", 2, ["none.py"]),
     ("ROOT/ppo.py --only=ids --group_size=2", 2, ["group_size"]),
-    ("ROOT/grpo.py --only=ids --policy_path=none", 3, ["the small run fails", "none"]),
-    ("ROOT/grpo.py --only=ids --reward_functions=mine.py:f", 3, ["difficulty", "--prompts_path"])])
+    ("ROOT/grpo.py --only=ids --policy_path=none", 3, ["small run fails", "--policy_path is what"]),
+    ("ROOT/grpo.py --only=ids --batch_size=7", 3, ["--batch_size is what", "group_size = 3"]),
+    ("ROOT/grpo.py --only=ids --reward_functions=mine.py:f", 3, [
+        "difficulty", "rl_train.jsonl: no such file", "--prompts_path="]),
+    ("ROOT/sft.py --only=parts --train_path=mine.py", 3, ["mine.py", "that you typed"]),
+    ("ROOT/grpo.py --only=ids --reward_functions=mine.py:g", 3, ["no_package", "bring it"]),
+    ("ROOT/grpo.py --only=ids --lora=2:4:q_proj", 3, ["q_proj", "GPT-2", "--policy_path="]),
+    ("mine/grpo.py --only=ids", 3, ["NameError", "(mine/grpo.py, line ", "--batch_size"])])
 def test_what_is_typed_wrong_is_one_line(typed, code, words, capsys):
-    write("mine.py", "f = lambda batch: [row['difficulty'] for row in batch['rows']]")
+    """And where the small run fails, which of what it has is the cause, as far as it says so."""
+    write("mine.py", "f = lambda batch: [row['difficulty'] for row in batch['rows']]\n"
+          "def g(batch):\n    import no_package")
+    copy_of(os.path.abspath("mine"), [
+        ("grpo.py", "    record = {}\n", "    record = not_there\n")])
     try:
         found, said = prove.main(typed.replace("ROOT", ROOT).split()), capsys.readouterr()
         said = said.err if found else said.out
