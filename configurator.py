@@ -100,8 +100,7 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
 
 def read_arguments(keys, argv, given=None):
     """{name: (value, where it is from)} of given, and of argv; checked against {name: Key}."""
-    overrides = {name: (convert(name, value, keys[name].default, where), where)
-                 for name, (value, where) in (given or {}).items()}
+    overrides = dict(given or {})
     typed = [arg for arg in argv if arg.startswith("--")]
     if not all("=" in arg for arg in typed):
         from options.mistakes import without_value
@@ -109,19 +108,19 @@ def read_arguments(keys, argv, given=None):
         raise without_value(argv, keys)
     # files first: a typed value counts more than a file, in any order
     for file in [arg for arg in argv if arg not in typed]:
-        for name, value in run_config_file(file, keys).items():
-            overrides[name] = (convert(name, value, keys[name].default, file), file)
+        overrides |= {name: (value, file) for name, value in run_config_file(file, keys).items()}
     for arg in typed:
         name, _, text = arg[2:].partition("=")
         if name not in keys:
             raise unknown(name, keys, arg)
-        overrides[name] = (parse(name, text, keys[name].default), "command line")
+        overrides[name] = (parse(text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
-        check_range(name, value, keys[name].comment, where)
+        value = checked(name, value, keys[name], where)
         if "~" in str(value):
             from options.home import from_home
 
-            overrides[name] = (from_home(value, name), where)
+            value = from_home(value, name)
+        overrides[name] = (value, where)
     return overrides
 
 
@@ -184,35 +183,33 @@ def unknown(key, keys, where):
     return BadInput(f"unknown key {key!r} ({where}): {hint}")
 
 
-def parse(key, text, default):
-    """The value of the text in --key=text, read as the default's type. Raises BadInput."""
+def parse(text, default):
+    """The value of the text in --key=text, for a key with this default; see checked."""
     if isinstance(default, str):
         return re.sub(r"\A(['\"])(.*)\1\Z", r"\2", text, flags=re.DOTALL)  # '...' and "..."
     try:
-        value = ast.literal_eval(text)
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        value = text
-    return convert(key, value, default, "command line")
+        return text
 
 
-def convert(key, value, default, where):
-    """value in the type of default: only an int may become a float. Raises BadInput."""
-    wanted = type(default)
+def checked(name, value, key, where):
+    """
+    A value, if it has the type of the key's default (only an int may become a float) and is in the
+    [range] at the end of the key's comment. Raises BadInput.
+    """
+    wanted = type(key.default)
     if wanted is float and type(value) is int:
         value = float(value)
     # NaN, and a number that may overflow float32, are refused
     if type(value) is not wanted or wanted is float and not abs(value) < 1e30:
-        raise BadInput(f"{key} ({where}): wanted {WORDS[wanted]}, given {shorten(value)}")
-    return value
-
-
-def check_range(name, value, comment, where):
-    """Enforce the [range] at the end of a key's comment. Raises BadInput."""
+        raise BadInput(f"{name} ({where}): wanted {WORDS[wanted]}, given {shorten(value)}")
     for pattern, allowed in RANGES.items():
-        rule = re.search(rf"\[({pattern})\]$", comment)
+        rule = re.search(rf"\[({pattern})\]$", key.comment)
         if rule and not allowed(value, *rule.groups()[1:]):
             raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule[1]}]; "
-                           f"{comment[:rule.start()].strip('*+ ')}")
+                           f"{key.comment[:rule.start()].strip('*+ ')}")
+    return value
 
 
 def for_model(text, name):

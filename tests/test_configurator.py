@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from configurator import check_range, configure, for_model, read_arguments, read_keys
+from configurator import checked, configure, for_model, read_arguments, read_keys
 from errors import BadInput
 from tiny import ROOT, write
 
@@ -152,7 +152,7 @@ def test_each_config_file_fits_its_script_and_each_default_its_range():
     shared = read_keys(f"{ROOT}/config/keys.py")
     scripts = [read_keys(f"{ROOT}/{name}.py") | shared for name in ("ppo", "grpo", "sft", "rm")]
     for name, key in itertools.chain(*(keys.items() for keys in scripts)):
-        check_range(name, key.default, key.comment, "default")
+        checked(name, key.default, key, "default")
     for file in glob.glob(f"{ROOT}/config/*.py"):
         said = []
         for keys in scripts:
