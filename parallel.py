@@ -186,8 +186,8 @@ def all_reduce_metrics(metrics):
     A collective: {name: [sum, count]}, the same names on all ranks -> {name: sum of the sums / sum
     of the counts}: a mean of the ranks' means would be another number.
     """
-    pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
-                         for pair in metrics.values()])  # (metrics, 2)
+    pairs = torch.tensor([[float(x) for x in pair] for pair in metrics.values()],
+                         dtype=torch.float64)  # (metrics, 2)
     pairs = all_reduce_sum(dict(pairs=pairs.to(comm_device())))["pairs"]
     return {name: total / max(count, 1)
             for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
@@ -288,25 +288,21 @@ def audit(models, frozen, iteration):
             part = my_part(p.detach())
             total = int(checksum(part))
             changed = not p.requires_grad and frozen.setdefault((model_name, name), total) != total
-            comparable = 0 if is_shard(p) else total  # the ranks' shards differ
-            # ~x reverses the order of integers, so the largest ~x is ~(the smallest x). -x would be
-            # wrong, because the smallest int64 has no negative
-            numbers.append([comparable, ~comparable, int(not part.isfinite().all()), int(changed)])
+            # the ranks' shards differ
+            numbers.append([0 if is_shard(p) else total, not part.isfinite().all(), changed])
             names.append(f"{model_name}, parameter {name}")
-    table = torch.tensor(numbers, device=comm_device())  # (parameters, 4)
-    largest, largest_of_inverse, infinite, changed = all_reduce_max(table).unbind(1)  # COLLECTIVE
-    for bad, what, column in (
-            (largest != ~largest_of_inverse, "the ranks have drifted apart: {} differs on {}", 0),
-            (infinite > 0, "{} is not finite on {}", 2),
-            (changed > 0, "the frozen {} has changed on {}: it is not what it was", 3)):
+    tables = all_gather(torch.tensor(numbers, device=comm_device()))  # COLLECTIVE
+    sums, infinite, changed = torch.stack(tables).unbind(2)  # (ranks, parameters) each
+    alike = torch.stack([(sums == own).sum(0) for own in sums])  # how many ranks have this sum
+    for bad, what in (  # a rank has drifted whose sum is not that of more than half of the ranks
+            (2 * alike <= len(sums), "the ranks have drifted apart: {} differs on {}"),
+            (infinite > 0, "{} is not finite on {}"),
+            (changed > 0, "the frozen {} has changed on {}: it is not what it was")):
         if bad.any():
-            i = int(bad.nonzero()[0])
-            values = torch.stack(all_gather(table[i, column])).tolist()  # COLLECTIVE
-            # a rank is named whose checksum is not that of more than half of the ranks
-            bad_ranks = [x if column else 2 * values.count(x) <= len(values) for x in values]
-            who = " and ".join(f"rank {rank}" for rank, x in enumerate(bad_ranks) if x)
-            raise Stop(f"iteration {iteration}: {what.format(names[i], who)} ({int(bad.sum())} "
-                       "parameters in all); the last checkpoint is good")
+            i = int(bad.any(0).nonzero()[0])
+            who = " and ".join(f"rank {rank}" for rank, x in enumerate(bad[:, i]) if x)
+            raise Stop(f"iteration {iteration}: {what.format(names[i], who)} ("
+                       f"{int(bad.any(0).sum())} parameters in all); the last checkpoint is good")
 
 
 def checksum(t):

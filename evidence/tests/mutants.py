@@ -59,7 +59,7 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("parallel.py", "mul_(1 / scale)", "div_(scale * rank_and_size()[1])", "exchange"),
         ("parallel.py", "chunk.long() * (i * 2 + 1)", "chunk.long() * i * 2", "checksum"),
         ("parallel.py", "        first += len(chunk)\n", "", "chunks"),
-        ("parallel.py", "2 * values.count(x) <= len(values)", "x != values[0]", "three")],
+        ("parallel.py", "2 * alike <= len(sums)", "sums != sums[0]", "three")],
     "test_configurator": [
         ("configurator.py", "if not equals or model == name", "if model == name", "one_model"),
         ("configurator.py", "[arg for arg in argv if arg not in typed]",
