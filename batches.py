@@ -153,8 +153,8 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
         for i in hand:
             part = [*parts[-1], i]
             tokens = lengths[part[0]] * len(part)  # with padding
-            full = tokens > micro_batch_tokens > 0
-            full |= len(part) > micro_batch_size and micro_batch_tokens == 0
+            full = (tokens > micro_batch_tokens if micro_batch_tokens
+                    else len(part) > micro_batch_size)
             if parts[-1] and (full or tokens - sum(lengths[j] for j in part) > padding):
                 parts.append([i])
             else:
@@ -192,10 +192,8 @@ def micro_batches(batch, index, micro_batch_size, micro_batch_tokens=0):
 
 def right_pad(sequences, pad_id):
     """
-    Lists of token ids -> tokens (b, W) int64, padded on the right to the longest, and their mask
-    (b, W) bool, made from lengths: the pad id may be the EOS. Without sequences: a row of zeros.
+    Lists of token ids -> tokens (b, W) int64, padded on the right to the longest. Without any: a
+    row of zeros, because a sharded model needs a forward on every rank.
     """
     rows = [torch.tensor(ids, dtype=torch.int64) for ids in sequences or [[0, 0]]]
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
-    lengths = torch.tensor([len(row) for row in rows])  # (b,)
-    return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)

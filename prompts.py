@@ -1,15 +1,13 @@
 """
 A file of rows -> token ids -> the rows of an iteration.
 
-    {"prompt": "1+2=", "answer": "3"}                                  prompt_row
+    {"prompt": "1+2=", "answer": "3"}
     {"prompt": [{"role": "user", "content": "1+2=?"}], "answer": "3"}
-    {"prompt": "1+2=", "completion": "3"}                              dialogue, for sft.py
-    {"prompt": "1+2=", "chosen": "3", "rejected": "4"}                 and for rm.py
 
-A row's texts are all strings, or all lists of messages; a completion's list continues the prompt's.
-options/sources.py reads other files, and several files with weights. A script calls
+demonstrations.py has rows with completions; options/sources.py reads other files, and several files
+with weights. A script calls
 
-    rows = read_prompts(path)         JSONL -> dicts; read_rows for sft.py and rm.py
+    rows = read_prompts(path)         JSONL -> dicts
     check_rows(terms, rows)           rewards.py: has each row what the rewards need?
     encode_prompts(rows, models, ..)  -> rows.ids, by tokenizer.py; is a row too long?
     batch_rows(seed, iteration, ..)   which rows an iteration takes; nothing else decides it
@@ -29,7 +27,7 @@ from errors import BadInput, say, shorten
 
 NO_UTF8 = "[\ud800-\udfff]"  # what Python reads where bytes are no UTF-8
 NOT_PLAIN = re.compile(NO_UTF8 + r"|\A[\s'\"]*[\[{]")  # or a text that may be a list of messages
-inputs = hashlib.sha256()  # see hash_inputs
+input_hash = hashlib.sha256()  # of all rows and FILE.pys that this process has read
 
 
 class Rows(list):
@@ -85,19 +83,6 @@ def prompt_row(row):
     return row
 
 
-def dialogue(row, *completions):
-    """{"prompt", and each of the fields `completions`}: all strings, or all lists of messages."""
-    texts = {field: text_or_messages(row, field) for field in ("prompt", *completions)}
-    for field in completions:
-        if type(texts[field]) is not type(texts["prompt"]):
-            raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
-        if isinstance(texts[field], list):
-            from options.chats import check_learned
-
-            check_learned(texts[field], field)
-    return texts
-
-
 def text_or_messages(row, field):
     """A field of a row, checked: a string that is not empty, or a list of messages."""
     value = row.get(field) if isinstance(row, dict) else None
@@ -147,41 +132,6 @@ def encode_prompts(rows, models, max_new_tokens, system):
     return rows
 
 
-def encode_demonstrations(rows, tokenizer, limit, too_long):
-    """
-    Give Rows the (ids, target_mask) of each prompt and completion, see encode_learned. With
-    too_long = "cut" a row is cut at its end; it is left out if no token to learn remains.
-    """
-    def cut(example):
-        ids, target_mask = (x[:limit] for x in example)
-        # nothing predicts a first token
-        return (ids, target_mask) if any(target_mask[1:]) else None
-
-    if tokenizer.chats:
-        tokenizer.chats.check_kinds(rows, rows.path)
-    tokenizer.say_marks(rows, ["prompt", "completion"], rows.path)
-    return encode_rows(rows, lambda rows: [
-        encode_learned(tokenizer, row["prompt"], row["completion"]) for row in rows], limit,
-        too_long, cut, lambda example: len(example[0]))
-
-
-def encode_learned(tokenizer, prompt, completion):
-    """
-    (ids, target_mask) of a demonstration. The mask is True on the tokens that SFT learns: the
-    completion and EOS, or the assistant's turns of the completion with their ends. Raises BadInput.
-    """
-    if not isinstance(prompt, str):
-        return tokenizer.need_chats().encode_learned(prompt, completion, tokenizer)
-    before, after = tokenizer.encode_texts([prompt, completion])
-    if tokenizer.adds_blank:  # no blank between the two
-        from options.blanks import encode_behind
-
-        (after,) = encode_behind(tokenizer, [completion])
-    ids = tokenizer.bos_ids + before
-    return (ids + after + [tokenizer.eos_id],
-            [False] * len(ids) + [True] * (len(after) + 1))
-
-
 def encode_rows(rows, encode, limit, too_long, cut, length=len,
                 limit_key="max_tokens, and of a new model context"):
     """
@@ -204,14 +154,8 @@ def encode_rows(rows, encode, limit, too_long, cut, length=len,
         encoded = cut_or_drop(rows, encoded, limit, too_long, cut, length, limit_key)
     rows.ids = encoded
     for row in rows:
-        hash_inputs(ascii(row).encode())  # all its fields
+        input_hash.update(ascii(row).encode())  # all its fields
     return rows
-
-
-def hash_inputs(more=b""):
-    """A hash of all rows and FILE.pys that this process has read; and now of these bytes, too."""
-    inputs.update(more)
-    return inputs.hexdigest()
 
 
 def hash_of_ids(rows):

@@ -153,26 +153,27 @@ def model_scores(reward_model, part, total, micro_batch_size, system, device):
         reward_model.max_positions)
     at_once = micro_batch_size if system.micro_batch_tokens == 0 else max(
         system.micro_batch_tokens // part["tokens"].shape[1], 1)
-    # every rank runs as many forwards as the rank with the most rows: models may be sharded
-    forwards = math.ceil(math.ceil(total / parallel.rank_and_size()[1]) / at_once)
     with autocast(system, device), no_grad_forwards([reward_model], device):
-        return score_sequences(reward_model, sequences, at_once, device, forwards)
+        return score_sequences(reward_model, sequences, at_once, device, total)
 
 
 @torch.no_grad()
-def score_sequences(model, sequences, micro_batch_size, device, forwards=0):
+def score_sequences(model, sequences, at_once, device, total=0):
     """
     A reward model's or judge's scores of texts (lists of ids), (n,) in at least float32, read at
-    the last token of each. forwards: make at least that many, since other ranks do.
+    the last token of each. total: of all ranks. Each makes as many forwards as the rank with the
+    most texts, because models may be sharded; 0: as many as its own texts take.
     """
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))  # little padding
-    parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
+    parts = [order[i:i + at_once] for i in range(0, len(order), at_once)]
+    forwards = math.ceil(math.ceil(total / parallel.rank_and_size()[1]) / at_once)
     for part in parts + [[]] * (forwards - len(parts)):
-        # padding stands after each text, so any id is right. Without texts there is one row
-        tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, W) each
-        found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
+        texts = [sequences[i] for i in part]
+        tokens = right_pad(texts, 0)  # (b, W): padding stands behind a text, so any id is right
+        last = torch.tensor([len(ids) - 1 for ids in texts] or [0])  # without texts: of one row
+        found = model.scores(tokens.to(device), last.to(device))  # (b,)
         scores[part] = found[:len(part)].to(dtype)
     return scores
 

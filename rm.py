@@ -20,11 +20,12 @@ import torch
 import parallel
 import ranks
 from batches import deal_rows, right_pad
-from load import autocast, load
+from demonstrations import dialogue
 from formulas import learning_rate_at
+from load import autocast, load
 from model import no_grad_forwards
-from prompts import (batch_rows, dialogue, encode_rows, hash_of_ids, read_rows, run_length,
-                     say_length, rows_to_evaluate)
+from prompts import (batch_rows, encode_rows, hash_of_ids, read_rows, rows_to_evaluate, run_length,
+                     say_length)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -199,9 +200,10 @@ def scores_of(groups, k, model):
     scalar at the last token of a sequence, the EOS, as for a response.
     """
     sequences = [ids for group in groups for ids in group]
-    tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))
+    tokens = right_pad(sequences, tokenizer.pad_id).to(device)  # (b k, W)
+    last = torch.tensor([len(ids) - 1 for ids in sequences] or [0])  # without any: of one row
     with autocast(system, device):
-        scores = model.scores(tokens, mask.sum(1) - 1)  # (b k,)
+        scores = model.scores(tokens, last.to(device))  # (b k,)
     scores = scores[:len(groups) * k].view(-1, k)
     # rounding may give one of two equal texts the higher score, but this is a tie
     equal = torch.tensor([group[0] == group[-1] for group in groups], dtype=torch.bool)  # (b,)

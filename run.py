@@ -25,13 +25,13 @@ import errors
 import parallel
 import ranks
 from batches import texts_of
-from checkpoint import (LOGS, append, load_checkpoint, open_folder, save_checkpoint,
-                        save_final, settings_of)
+from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
+                        settings_of)
 from configurator import for_model
 from errors import BadInput, Stop, optional, say
 from metrics import (evaluation_lines, gap, gap_limit, iteration_line, peak_memory_mib,
                      summarize)
-from prompts import hash_inputs
+from prompts import input_hash
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 
@@ -67,7 +67,6 @@ class Run:
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers = models, optimizers
         self.also_saved, self.ema, self.record = {}, None, {}
-        self.notes = []  # printed after the iteration's line
         self.trained = {name: models[name] for name in optimizers}
         self.made_with = {name: settings_of(optimizer) for name, optimizer in optimizers.items()}
         stepped = {p for optimizer in optimizers.values() for group in optimizer.param_groups
@@ -82,7 +81,7 @@ class Run:
             if model.base is not None and model.base not in models.values():
                 models[f"trunk of {model.path}"] = model.base
 
-        self.settings = f"{config} {token_ids} {hash_inputs()} {torch.__version__}"
+        self.settings = f"{config} {token_ids} {input_hash.hexdigest()} {torch.__version__}"
         with parallel.in_step():  # COLLECTIVE: an error here comes before anything is written
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, rows, FILE.pys or torch than rank 0")
@@ -254,9 +253,8 @@ class Run:
         worst = self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
         if worst > self.warn_above:
             self.warn_above = 2 * worst  # the next warning comes at twice this gap
-            self.notes += [
-                f"warning: in {dtype} the sampler's log-probs differ from the policy's by "
-                f"{worst:.2g} nats a token; --importance_cap=2 corrects for it"]
+            say(f"warning: iteration {self.iteration}: in {dtype} the sampler's log-probs differ "
+                f"from the policy's by {worst:.2g} nats a token; --importance_cap=2 corrects it")
         return worst
 
     def ratio_gap(self, gaps, sums, to_older):
@@ -331,7 +329,8 @@ class Run:
             save_if_best(self, record | {"score": score}, batch)  # COLLECTIVE
         samples = self.samples(batch, rows, SAMPLES)
         say(evaluation_lines(self.iteration, record, samples))
-        append(self.out_dir, LOGS[1], samples, again=self.iteration == self.start)  # COLLECTIVE
+        append(  # COLLECTIVE
+            self.out_dir, "samples.jsonl", samples, again=self.iteration == self.start)
         return record
 
     def samples(self, batch, rows, count):
@@ -388,10 +387,11 @@ class Run:
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
             record["time/tokens_per_second"] = tokens / working
             record["mem/peak_mib"] = peak_memory_mib(self.device)
-        append(self.out_dir, LOGS[0], [record], again=self.iteration == self.start)  # COLLECTIVE
+        append(  # COLLECTIVE
+            self.out_dir, "log.jsonl", [record], again=self.iteration == self.start)
         interval = self.system.save_rollouts
         if rows and interval and self.iteration % interval == 0:
-            append(self.out_dir, LOGS[2], self.samples(batch, rows, None))  # COLLECTIVE
+            append(self.out_dir, "rollouts.jsonl", self.samples(batch, rows, None))  # COLLECTIVE
         if self.system.report_to:
             from options.trackers import send_to_trackers
 
@@ -399,8 +399,6 @@ class Run:
         if tokens and (self.iteration % every == 0 or self.iteration + 1 == self.max_iters):
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
-            self.notes.insert(0, iteration_line(record, self.max_iters, left / 60))
-        while self.notes:
-            say(self.notes.pop(0))
+            say(iteration_line(record, self.max_iters, left / 60))
         if batch and (min(shares) <= 2 / 3 or self.state["run/broken"]):
             optional("alarms.say_what_is_wrong")(record, self.state, self.iteration, batch)

@@ -17,11 +17,11 @@ import torch
 import parallel
 import ranks
 from batches import deal_rows, right_pad
-from load import autocast, auto_class, dtypes, load
+from demonstrations import dialogue, encode_demonstrations
 from formulas import learning_rate_at
+from load import autocast, auto_class, dtypes, load
 from model import Model, no_grad_forwards
-from prompts import (batch_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
-                     run_length, say_length, rows_to_evaluate)
+from prompts import batch_rows, hash_of_ids, read_rows, rows_to_evaluate, run_length, say_length
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
 
@@ -140,8 +140,8 @@ def my_micro_batches(examples):
 
 def completion_logprobs(examples):
     """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, mask)."""
-    tokens, _ = right_pad([ids for ids, _ in examples], policy.tokenizer.pad_id)  # (b, W)
-    target_mask, _ = right_pad([mask for _, mask in examples], 0)  # (b, W)
+    tokens = right_pad([ids for ids, _ in examples], policy.tokenizer.pad_id)  # (b, W)
+    target_mask = right_pad([mask for _, mask in examples], 0)  # (b, W)
     with autocast(system, device):
         return policy.logprobs(tokens.to(device), target_mask.bool().to(device),
                                chunk=system.head_chunk)[0]

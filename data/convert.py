@@ -26,7 +26,6 @@ train.jsonl; equal prompts go into the same file.
 """
 import ast
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -38,12 +37,13 @@ sys.path[:0] = [HERE, os.path.dirname(HERE)]
 
 from files import parser_of, write_rows  # noqa: E402
 
+from demonstrations import dialogue  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from grading.forms import last_box  # noqa: E402
 from options.chats import beside_its_content  # noqa: E402
 from options.home import from_home  # noqa: E402
 from options.sources import files_in, raw_rows, rename  # noqa: E402
-from prompts import dialogue, prompt_row  # noqa: E402
+from prompts import number_of, prompt_row  # noqa: E402
 from tools.outputs import check_outputs, files_of  # noqa: E402
 
 KEPT = "prompt", "answer", "tests"  # columns of a prompt's row
@@ -228,8 +228,8 @@ def converted(args, names, left):
                         raise BadInput("chosen and rejected are the same")
                     left.update(columns)
                     # a number from 0 to 1 that is a function of the prompt
-                    digest = hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=8)
-                    name = names[int.from_bytes(digest.digest(), "little") / 2**64 < args.val]
+                    place = number_of(json.dumps(row["prompt"]), size=8) / 2**64
+                    name = names[place < args.val]
                 except BadInput as e:
                     row = re.sub(r"\d+", "N", str(e))[:200]  # alike for rows that fail alike
                 yield name, row

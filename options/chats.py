@@ -228,8 +228,8 @@ class Chats:
 
     def encode_learned(self, prompt, completion, tokenizer):
         """
-        prompts.encode_learned, of messages: each of the assistant's turns stands behind the ids
-        that the policy would get there as the prompt. Raises BadInput.
+        demonstrations.encode_learned of messages: each of the assistant's turns stands behind the
+        ids that the policy would get there as the prompt. Raises BadInput.
         """
         messages, ids, trained = joined(prompt, completion), [], []
         for i in range(len(messages) - len(completion), len(messages)):

@@ -10,13 +10,11 @@ like, {answer}, the row's. Its first line may name the answers, best first; othe
 
 A judge of pairs (data/label.py) reads {first} and {second} in the place of {response}.
 """
-import math
 import os
 import re
 
 import torch
 
-import parallel
 from errors import BadInput, say, shorten
 from grading.answers import answer_text
 from load import autocast, load
@@ -195,8 +193,8 @@ def as_text(messages):
 judges = {}  # {path: its Judge}: loaded at the first rollout
 
 
-def judge_scores(part, rows, micro_batch_size, system, device):
-    """The judge's scores of this rank's responses, of `rows` responses of all ranks."""
+def judge_scores(part, total, micro_batch_size, system, device):
+    """The judge's scores of this rank's responses, of `total` responses of all ranks."""
     path = system.judge_path
     if path not in judges:
         model = load(path, "judge", system, device)
@@ -207,7 +205,5 @@ def judge_scores(part, rows, micro_batch_size, system, device):
     if "dialogues" in part:
         texts = [as_text(messages) for messages in part["dialogues"]]
     ids = [judge.encode(row, [text]) for row, text in zip(part["rows"], texts, strict=True)]
-    # as many forwards as the rank with the most rows: the judge may be sharded
-    forwards = math.ceil(math.ceil(rows / parallel.rank_and_size()[1]) / micro_batch_size)
     with autocast(system, device), no_grad_forwards([judge.model], device):
-        return score_sequences(judge, ids, micro_batch_size, device, forwards)
+        return score_sequences(judge, ids, micro_batch_size, device, total)

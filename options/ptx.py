@@ -5,10 +5,11 @@ equation 2), so that the policy forgets less of its demonstrations.
 import torch
 
 from batches import deal_rows, right_pad
+from demonstrations import dialogue, encode_demonstrations
 from errors import BadInput
 from load import autocast
 from metrics import add_up
-from prompts import batch_rows, dialogue, encode_demonstrations, read_rows
+from prompts import batch_rows, read_rows
 
 
 def ptx_row(row):
@@ -48,8 +49,8 @@ class Ptx:
         tokens = sum(sum(trained) for _, trained in examples)
         for part in deal_rows([len(ids) for ids, _ in examples], config["micro_batch_size"],
                               self.system.micro_batch_tokens):
-            ids, _ = right_pad([examples[i][0] for i in part], self.policy.tokenizer.pad_id)
-            trained, _ = right_pad([examples[i][1] for i in part], 0)
+            ids = right_pad([examples[i][0] for i in part], self.policy.tokenizer.pad_id)
+            trained = right_pad([examples[i][1] for i in part], 0)
             with autocast(self.system, self.device):
                 losses = -self.policy.logprobs(
                     ids.to(self.device), trained.bool().to(self.device),

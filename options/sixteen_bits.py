@@ -9,7 +9,7 @@ import copy
 import torch
 import torch.nn as nn
 
-from errors import BadInput
+from errors import BadInput, say
 
 GROWTH, MOST = 200, 20  # steps until the scale doubles; so many overflows in a row are an error
 
@@ -72,5 +72,5 @@ def overflowed(run, good):
     state |= {"run/clean_steps": clean, "run/loss_scale": scale}
     if good or clean <= -MOST:
         return False
-    run.notes.append(f"iteration {run.iteration}: a float16 gradient overflowed; step skipped")
+    say(f"iteration {run.iteration}: a float16 gradient overflowed; step skipped")
     return True

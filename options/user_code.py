@@ -6,7 +6,7 @@ import re
 import sys
 
 from errors import BadInput, first_line
-from prompts import hash_inputs
+from prompts import input_hash
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -39,7 +39,7 @@ def load_file(path, where):
     try:
         with open(path, "rb") as f:
             source = f.read()
-        hash_inputs(source)
+        input_hash.update(source)
         check_helpers(path, source.decode(errors="replace"), where)
         loading.loader.exec_module(module)
     except BadInput:

@@ -31,12 +31,13 @@ from torch.nn.functional import logsigmoid
 import parallel
 import ranks
 from batches import deal_rows, right_pad
-from load import autocast, load, load_ref_policy
+from demonstrations import dialogue, encode_learned
 from formulas import learning_rate_at
+from load import autocast, load, load_ref_policy
 from metrics import gap
 from model import in_rows, no_grad_forwards
-from prompts import (batch_rows, dialogue, encode_learned, encode_rows, hash_of_ids, read_rows,
-                     run_length, say_length, rows_to_evaluate)
+from prompts import (batch_rows, encode_rows, hash_of_ids, read_rows, rows_to_evaluate, run_length,
+                     say_length)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -143,8 +144,8 @@ def completion_logprobs(model, pairs):
     the rejected one; 0 elsewhere. And the mask of these tokens, (2 b, W).
     """
     sides = [side for pair in pairs for side in pair]
-    tokens, _ = right_pad([ids for ids, _ in sides], policy.tokenizer.pad_id)  # (2 b, W)
-    mask, _ = right_pad([trained for _, trained in sides], 0)  # (2 b, W)
+    tokens = right_pad([ids for ids, _ in sides], policy.tokenizer.pad_id)  # (2 b, W)
+    mask = right_pad([trained for _, trained in sides], 0)  # (2 b, W)
     tokens, mask = tokens.to(device), mask.bool().to(device)
     with autocast(system, device):
         return in_rows(model.logprobs(tokens, mask, chunk=system.head_chunk)[0], mask), mask

@@ -60,9 +60,9 @@ def written(folder, model):
 
 def rows_of_texts():
     """TEXTS as tokens (4, 12), and where each token but the first of a row is (4, 12)."""
-    tokens, mask = right_pad(TEXTS, PAD)
-    mask[:, 0] = False
-    return tokens, mask
+    tokens = right_pad(TEXTS, PAD)
+    column = torch.arange(tokens.shape[1])  # 0 is no target
+    return tokens, (0 < column) & (column < torch.tensor([[len(ids)] for ids in TEXTS]))
 
 
 def alone(theirs, temperature):

@@ -1,10 +1,14 @@
-"""prompts.py: a file -> rows -> token ids; which rows an iteration takes, by enumeration."""
+"""
+prompts.py and demonstrations.py: a file -> rows -> token ids; which rows an iteration takes, by
+enumeration.
+"""
 import itertools
 from array import array
 from types import SimpleNamespace
 
 import pytest
 
+from demonstrations import encode_demonstrations
 from errors import BadInput
 from prompts import (Rows, batch_rows, encode_prompts, encode_rows, prompt_row, read_rows,
                      rows_to_evaluate, run_length, say_prompts)
@@ -69,8 +73,6 @@ def test_rows_that_are_too_long():
 
 def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
     """Cut to 4 tokens: a byte each, and an EOS. It is counted, and left out."""
-    from prompts import encode_demonstrations
-
     tokenizer = SimpleNamespace(
         chats=None, say_marks=lambda *_: None, bos_ids=[], eos_id=0, adds_blank=False,
         encode_texts=lambda texts: [[*text.encode()] for text in texts])

@@ -13,9 +13,9 @@ from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pr
                         processors, trainers)
 
 from byte_tokenizer import write_byte_tokenizer
+from demonstrations import encode_learned
 from errors import BadInput
 from options.token_rewards import token_at
-from prompts import encode_learned
 from tiny import keys_of_system, write
 from tokenizer import load_tokenizer
 

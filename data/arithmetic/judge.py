@@ -32,7 +32,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 from configurator import configure  # noqa: E402
 from options.judging import answers_and_question, fill, template_text  # noqa: E402
 from prepare import guess, think  # noqa: E402
-from prompts import dialogue, read_rows  # noqa: E402
+from demonstrations import dialogue  # noqa: E402
+from prompts import read_rows  # noqa: E402
 
 rows = 64000  # to train on; 1000 more are held out [>= 10]
 so_far = 0.4  # share of the rows of the second kind [0..1]

@@ -21,9 +21,9 @@ import models_of_the_world as others
 import tiny
 from checkpoint import save_final
 from configurator import read_json, read_keys, run_config_file, write_json
+from demonstrations import dialogue, encode_learned
 from errors import BadInput
 from load import load
-from prompts import dialogue, encode_learned
 from options.chats import chats_of
 from options.older_transformers import encode_chat
 from test_model import CPU

@@ -6,8 +6,9 @@ import pytest
 from tiny import Started, assert_one_line, jsonl, read_jsonl
 
 from data.convert import ours, true_answer
+from demonstrations import dialogue
 from errors import BadInput
-from prompts import dialogue, prompt_row, read_rows
+from prompts import prompt_row, read_rows
 
 S, U, A, B = (dict(role=role, content=text) for role, text in (
     ("system", "s"), ("user", "u"), ("assistant", "a"), ("assistant", "b")))
