@@ -85,10 +85,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=(
         if name.startswith(".old-") and not os.path.lexists(final):  # killed between two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    logs = [log for log in LOGS if os.path.isfile(os.path.join(out_dir, log))
-            and os.path.getsize(os.path.join(out_dir, log))]
-    # otherwise nothing can be lost: a kill has left an empty log, at most
-    if folder or logs or {*names} - {*unfinished, *LOGS, "config.json"}:
+    if folder or {*names} - {*unfinished, "config.json"}:  # otherwise nothing can be lost
         before = dict(script=config["script"]) | before
         for key in ("script", *must_match):
             if (before.get(key) or "") != (config.get(key) or ""):
@@ -193,13 +190,14 @@ def cut_logs(out_dir, iteration):
     stays, because the run resumes with the weights that it evaluated. Returns its figures.
     """
     figures = {}
-    for file in (os.path.join(out_dir, name) for name in LOGS):
-        kept = []
+    for log in LOGS:
+        file, kept = os.path.join(out_dir, log), []
         for line, record in lines_of(file):
-            if record["iteration"] == iteration > 0 and file.endswith(LOGS[0]):
+            now = record["iteration"] == iteration > 0
+            if now and log == "log.jsonl":
                 figures = {name: x for name, x in record.items() if name.startswith("eval/")}
                 line = json.dumps(dict(iteration=iteration) | figures) + "\n"
-            if record["iteration"] < iteration + (figures != {} and not file.endswith(LOGS[2])):
+            if record["iteration"] < iteration or now and figures and log != "rollouts.jsonl":
                 kept.append(line)
         if kept:
             write_text(file, "".join(kept))
@@ -253,6 +251,9 @@ def save_final(out_dir, name, model, dtype="auto", **about):
     merged into it, and also saved in out_dir/name_adapter. dtype: auto (as computed), float32, or
     bfloat16 (loses changes below 1/512 of a weight). about: see options/cards.py.
     """
+    about |= dict(save_dtype=dtype, adapter=hasattr(model, "save_adapter"))
+    write_card = optional("cards.write_card")
+
     def write(folder):
         hf, tensors = model.hf, {}
         names = dict(hf.named_buffers())  # state_dict has those that are saved
@@ -277,19 +278,17 @@ def save_final(out_dir, name, model, dtype="auto", **about):
             write_json(file, json.loads(Path(file).read_text("utf-8"), object_hook=lambda part: (
                 part | {key: kind for key in part if key == "dtype"})) | {"dtype": kind})
             say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {kind}")
-            describe(folder, getattr(model, "folder", "") or model.path)
+            write_card(out_dir, folder, getattr(model, "folder", "") or model.path, about)
 
         alone(save)
 
-    def describe(folder, base):
-        optional("cards.write_card")(
-            out_dir, folder, base, about | dict(save_dtype=dtype, adapter=adapter))
+    def write_adapter(folder):
+        model.save_adapter(folder)
+        write_card(out_dir, folder, model.path, about)
 
-    adapter = hasattr(model, "save_adapter")
     put_in_place(write, os.path.join(out_dir, name))
-    if adapter:
-        put_in_place(lambda folder: alone(
-            lambda: (model.save_adapter(folder), describe(folder, model.path))),
+    if about["adapter"]:
+        put_in_place(lambda folder: alone(partial(write_adapter, folder)),
                      os.path.join(out_dir, f"{name}_adapter"))
 
 

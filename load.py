@@ -151,9 +151,7 @@ def class_of(path, config, head):
 
 
 def plain_head(hf, head):
-    """
-    Whether a scalar head is linear, to one number; or an LM head is tied as the settings say.
-    """
+    """Whether a scalar head is one linear map, to a number; or an LM head tied as config says."""
     if head == "scalar":
         score = getattr(hf, "score", None)
         return isinstance(score, nn.Linear) and score.out_features == 1 and score.bias is None

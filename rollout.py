@@ -40,8 +40,7 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     """
     The uniforms in [0, 1) of some responses: (len(slots), length) float64. slots: for each
     response, the place of its prompt in the batch. samples: its number among the responses to its
-    prompt; None: 0. GRPO with 2 responses to each of 2 prompts: slots [0, 0, 1, 1], samples [0, 1,
-    0, 1].
+    prompt; None: 0. 2 responses to each of 2 prompts: slots [0, 0, 1, 1], samples [0, 1, 0, 1].
     """
     uniforms = torch.empty(len(slots), length, dtype=torch.float64)
     for row, number in zip(

@@ -22,7 +22,7 @@ system_prompt = ""  # the system message of chats that have none
 
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
-keep_checkpoints = 1  # how many checkpoints to keep [>= 1]
+keep_checkpoints = 1  # how many to keep; 2: one more, should the newest be damaged [>= 1]
 save_dtype = "auto"  # of finished models; auto: no bit is lost [auto | float32 | bfloat16]
 sync_check_interval = 10  # iterations between checks that all ranks have the same models [>= 1]
 # other places for the log: "tensorboard", "wandb", "trackio"; several with commas between
@@ -73,7 +73,7 @@ vllm_cache = 4.0  # with sampler: GiB of vLLM's keys and values, on each rank th
 max_prompt_tokens = 0  # longest prompt, 0 = all that fits beside max_new_tokens [>= 0]
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
-cuda_graphs = True  # decode by CUDA graphs, on an NVIDIA GPU and where layers see all tokens
+cuda_graphs = True  # decode by CUDA graphs on an NVIDIA GPU; False: slower, with less memory
 generate_tp = 1  # this many neighbouring ranks share the policy while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
 staleness = 0  # + the policy that samples is this many updates old; options/ahead.py [0..100]
