@@ -111,8 +111,8 @@ def chats_of(hf, path, system):
 
 def trained_with(path):
     """
-    The keys with which another model than the run's own reads chats. Of a reward model rm.py has
-    noted them in its config.json (its tokenizer's files have its template); of others none.
+    The keys with which another model than the run's own reads chats: none, or those that rm.py has
+    noted in a reward model's config.json; its tokenizer's files have the template. Raises BadInput.
     """
     folder, notes = path if os.path.isdir(path) else cached_folder(path), {}
     if folder and os.path.isfile(os.path.join(folder, "adapter_config.json")):
@@ -325,7 +325,7 @@ def joined(prompt, completion):
 
 
 def parse_template_kwargs(text):
-    """{name: value} of the key template_kwargs, the arguments of a call in Python."""
+    """{name: value} of the key template_kwargs, as of a call in Python. Raises BadInput."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         kwargs = {x.arg: ast.literal_eval(x.value) for x in call.keywords}

@@ -15,7 +15,7 @@ from model import has_any
 
 
 def settings_of_family(path, config, kind, how):
-    """Arguments for from_pretrained, in the place of some in `how`. kind: transformers' class."""
+    """Arguments for from_pretrained, in place of some in `how`. kind: a class. Raises BadInput."""
     attention, dtype, more = how["attn_implementation"], how["dtype"], {}
     if attention == "sdpa" and not kind._supports_sdpa:
         attention = more["attn_implementation"] = "eager"

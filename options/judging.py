@@ -49,7 +49,7 @@ class Judge:
     """
 
     def __init__(self, model, tokenizer, path, judge_template="yes_no", responses=("response",)):
-        """path: the model's. responses: the template's fields for the judged texts."""
+        """path: the model's. responses: the template's fields for judged texts. Raises BadInput."""
         self.model, self.config, self.parameters = model, model.config, model.parameters
         self.base, self.must_fetch = model.base, model.must_fetch
         self.tokenizer, self.path, self.responses = tokenizer, path, responses

@@ -12,7 +12,7 @@ LESS = r"eval/(kl|failed_calls|environment_share)(/.*)?"
 
 
 def save_if_best(run, figures, batch):
-    """A collective: save the policy if an evaluation's figures are better than the folder's."""
+    """A collective: save the policy if figures are better than the folder's. Raises BadInput."""
     by = run.system.keep_best
     name = by.removeprefix("-")
     if re.fullmatch(LESS, by):

@@ -19,7 +19,7 @@ FLOOR = 2.0**20
 
 
 def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
-    """The optimizer of the model `name` by its keys. narrow: some of its weights have 16 bits."""
+    """The optimizer of a model by its keys. narrow: it has weights of 16 bits. Raises BadInput."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # weight_decay is for matrices alone: it would pull norms to 0
     vectors = vectors_of(model) if system.weight_decay > 0 else set()

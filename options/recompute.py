@@ -4,7 +4,7 @@ from options.trunk import layers_of
 
 
 def recompute(model):
-    """transformers' gradient checkpointing: a step takes a third longer, and far less memory."""
+    """transformers' own: a step takes a third longer, and far less memory. Raises BadInput."""
     if not model.hf.supports_gradient_checkpointing:
         raise BadInput(f"{model.path}: transformers' {type(model.hf).__name__} has no gradient "
                        "checkpointing; type --gradient_checkpointing=False")

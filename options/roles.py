@@ -39,7 +39,7 @@ sent = []  # messages that may be on their way: their works and tensors
 
 
 def begin(system):
-    """A collective: a group of each role. Returns this rank's role, does and group."""
+    """A collective: make groups; returns this rank's role, does and group. Raises BadInput."""
     global way
     text = system.roles
     if system.generate_tp > 1:

@@ -15,7 +15,7 @@ GROWTH, MOST = 200, 20  # steps until the scale doubles; so many overflows in a 
 
 
 def weights_of_16_bits(system):
-    """load.dtypes with master_weights = False: bfloat16 for all weights, and no autocast."""
+    """load.dtypes with master_weights = False: all bfloat16, and no autocast. Raises BadInput."""
     if system.dtype != "bfloat16":
         raise BadInput("master_weights = False: the weights themselves are trained in 16 bits; "
                        "type --dtype=bfloat16")

@@ -22,7 +22,7 @@ def check_teacher(score_coef, preference_coef, label_smoothing, centre_coef, use
 
 
 def completions_of(path, score_coef, system):
-    """The fields with completions in the rows of a file: PAIR, or ("completion",)."""
+    """The fields of completions in a file's rows: PAIR, or ("completion",). Raises BadInput."""
     pairs = sum("chosen" in row for row in read_rows(path, dict, system.fields))
     if not pairs and score_coef == 0:
         raise BadInput(f"score_coef = 0, but {path} has single responses, of which nothing but the "

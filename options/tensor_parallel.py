@@ -44,7 +44,7 @@ def split_copy(policy, dtype, device, n):
 
 @functools.cache  # for each policy, by its identity
 def make_split(policy, dtype, device, n):
-    """A collective: a Model of the policy's architecture, split over n ranks, without weights."""
+    """A collective: a Model like the policy over n ranks, without weights. Raises BadInput."""
     from torch.distributed.device_mesh import DeviceMesh
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism

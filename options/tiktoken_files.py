@@ -78,7 +78,7 @@ def by_name(path):
 
 
 def from_folder(folder):
-    """It splits text into words like cl100k and Qwen; tokenizer_config.json has special tokens."""
+    """It splits words like cl100k and Qwen; its config has special tokens. Raises BadInput."""
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
     from transformers.convert_slow_tokenizer import TikTokenConverter

@@ -12,7 +12,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def load_function(named, folder, where):
-    """The function FILE.py:FUNCTION; FILE is relative to folder, and trusted. where: in errors."""
+    """The function FILE.py:FUNCTION, whose file is trusted. where: in errors. Raises BadInput."""
     file, colon, name = named.rpartition(":")
     if not colon:
         raise BadInput(f"{where}: wanted FILE.py:FUNCTION, found {named!r}")
