@@ -12,7 +12,6 @@ import functools
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 import parallel
 from errors import BadInput, first_line
@@ -75,11 +74,7 @@ def make_split(policy, dtype, device, n):
     groups = [dist.new_group(range(first, first + n)) for first in range(0, size, n)]  # COLLECTIVE
     mesh = DeviceMesh.from_group(groups[rank // n], device.type, mesh_dim_names=("tp",))
     by_transformers(lambda: apply_tensor_parallelism(hf, mesh, plan))
-    for module in hf.modules():  # as to_empty does
-        for name, p in module.named_parameters(recurse=False):
-            module._parameters[name] = nn.Parameter(torch.empty_like(p, device=device))
-        for name, t in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(t, device=device)
+    hf.to_empty(device=device)
     for mine, theirs in zip(hf.buffers(), policy.hf.buffers(), strict=True):
         mine.copy_(theirs)
     return Model(hf, path=policy.path, tokenizer=policy.tokenizer).requires_grad_(False)
