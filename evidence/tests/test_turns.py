@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +20,9 @@ from options.tools import Tools
 from tokenizer import load_tokenizer
 
 import tiny
-from conftest import ROOT
+from test_batches import CHAT
+from test_tokenizer import CHATML, assistant, turn, user
+from tiny import EOS, ROOT
 
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>",
         "</tool_call>"]
@@ -31,7 +31,6 @@ HARMONY = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>", "<|c
 FAMILIES = {  # {a template of ours: its special tokens, those that end a response}
     "chatml": (QWEN, ["<|endoftext|>"]), "qwen3.5": (QWEN, ["<|endoftext|>"]),
     "harmony": (HARMONY, ["<|return|>", "<|call|>"])}
-EOS = 258  # of tokenizers with two special tokens
 # before transformers 5.19 the schema of a plain list says that it is an object
 knows_lists = pytest.mark.skipif(transformers.__version__ < "5.19", reason="of transformers 5.19")
 
@@ -66,26 +65,17 @@ def table(n: int = 0):
 
 def typed(i: int = 0, f: float = 0.0, s: str = "", b: bool = False, o: dict[str, int] = None,
           l: list[int] = None, p: tuple[int, str] = (), m: Optional[int] = 0,
-          e: Literal["x", "y"] = "x", n: list[int] | dict = None, a: Any = 0):
-    pass
+          e: Literal["x", "y"] = "x", n: list[int] | dict = None, a: Any = 0,
+          q: list = None, t: int | str = 1):
+    return repr((s, b, q, t))
 
-def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
-    return repr((text, flag, items, either))
-
-for f in multiply, slow, leaves, table, typed, show:
+for f in multiply, slow, leaves, table, typed:
     f.__doc__ = f"Call {f.__name__}.\\n\\nArgs:\\n" + "".join(
         f"    {name}: _\\n" for name in inspect.signature(f).parameters)
 
 def bare(a):
     return a
 '''
-
-
-def message(role, text):
-    return dict(role=role, content=text)
-
-
-user, assistant, tool = (partial(message, role) for role in ("user", "assistant", "tool"))
 
 
 @pytest.fixture(scope="module")
@@ -118,37 +108,30 @@ def environment_of(function, tokenizer, **keys):
 
 # templates
 
-CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ TEXT }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-PLAIN = CHATML.replace("TEXT", "m.content")
-FORGETS = CHATML.replace("TEXT", "m.content.split('</think>')[-1].lstrip() "
-                         "if m.role == 'assistant' and not loop.last else m.content")
+TEXT = 'message["content"]'  # in CHATML
+FORGETS = CHATML.replace(TEXT, f"({TEXT}.split('</think>')[-1].lstrip() if message.role == "
+                         f"'assistant' and not loop.last else {TEXT})")
 NO_TOOL = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}" \
-    "{% endfor %}" + PLAIN
+    "{% endfor %}" + CHATML
 ENDLESS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" \
     "{% if add_generation_prompt %}[assistant]{% endif %}"
-REWRITES = CHATML.replace("TEXT", "m.content + ('' if loop.last else ' ')")
-KEPT = [  # family, template, template_kwargs, who answers, why it is refused
-    ("chatml", "", "", "user tool", ""), ("qwen3.5", "", "", "user tool", ""),
-    ("qwen3.5", "", "enable_thinking=False", "user", ""), ("harmony", "", "", "user tool", ""),
-    ("chatml", NO_TOOL, "", "tool", "refuses the messages"),
-    ("chatml", ENDLESS, "", "user", "no end behind an assistant's message"),
-    ("chatml", FORGETS, "", "user", "drops the thoughts of earlier turns.*templates/chatml.jinja"),
-    ("chatml", REWRITES, "", "user", "in another way when another")]
+REWRITES = CHATML.replace(TEXT, f"{TEXT} + ('' if loop.last else ' ')")
+KEPT = [("chatml", ""), ("qwen3.5", ""), ("qwen3.5", "enable_thinking=False"), ("harmony", "")]
+REFUSED = [  # a template, who answers, why it is refused
+    (NO_TOOL, "tool", "refuses the messages"),
+    (ENDLESS, "user", "no end behind an assistant's message"),
+    (FORGETS, "user", "drops the thoughts of earlier turns.*templates/chatml.jinja"),
+    (REWRITES, "user", "in another way when another")]
 
 
-@pytest.mark.parametrize("family, template, kwargs, roles, refused", KEPT)
-def test_a_template_must_keep_earlier_turns(tokenizer_of, family, template, kwargs, roles, refused):
-    tokenizer = tokenizer_of(family, template, template_kwargs=kwargs)
-    for role in roles.split():
-        with pytest.raises(BadInput, match=refused) if refused else contextlib.nullcontext():
-            check_template(tokenizer, role)
-
-
-def test_ends_that_are_too_many_or_too_few(tokenizer_of):
-    """A generation_config.json may be older than the templates."""
+def test_a_template_must_keep_earlier_turns(tokenizer_of):
+    for family, kwargs in KEPT:
+        for role in ["user", "tool"][:1 if kwargs else 2]:
+            check_template(tokenizer_of(family, template_kwargs=kwargs), role)
+    for template, role, why in REFUSED:
+        with pytest.raises(BadInput, match=why):
+            check_template(tokenizer_of("chatml", template), role)
+    # ends that are too many or too few: a generation_config.json may be older than the templates
     for token, role in ("<|end|>", "user"), ("<|call|>", "tool"):
         tokenizer = tokenizer_of("harmony")
         tokenizer.eos_ids ^= {tokenizer.specials[token]}
@@ -177,6 +160,9 @@ def tags(name, **parameters):
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments))}\n</tool_call>"
+
+
+WRITE = {"chatml": call, "qwen3.5": tags}
 
 
 def message_to(name, arguments):
@@ -220,19 +206,17 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
     env = environment_of("", tokenizer, tools=f"{mine}:multiply,{mine}:table", max_turns=3)
     turns = [tokenizer.hf.encode(text, add_special_tokens=False) for text in texts[::2]]
     batch = conversed(env, [user("17*23?")], turns, 800)
-    ids = batch["tokens"][0, :batch["lengths"][0]].tolist()
-    text = tokenizer.text_of(ids)
+    begin, end = batch["begins"][0], batch["lengths"][0]
+    ids, own = batch["tokens"][0, :end], batch["response_mask"][0, begin:end]
+    text, response = tokenizer.text_of(ids.tolist()), ids[begin:].tolist()
     assert text.endswith(before + "".join(texts)) and "Call multiply." in text
     assert batch["finished"].tolist() == [True] and batch["failed_calls"].tolist() == [0]
-    (prompt,) = tokenizer.encode_prompts([[user("17*23?")]])
-    begin = batch["begins"][0]
-    response, own = ids[begin:], batch["response_mask"][0, begin:len(ids)].tolist()
-    assert ids[:begin] == prompt
-    assert [i for i, mine in zip(response, own, strict=True) if mine] == turns[0] + turns[1]
-    said = env.messages_of(response, own)
+    assert [ids[:begin].tolist()] == tokenizer.encode_prompts([[user("17*23?")]])
+    assert ids[begin:][own].tolist() == turns[0] + turns[1]
+    said = env.messages_of(response, own.tolist())
     name = dict(name="multiply") if family == "harmony" else {}
-    assert said[1] == dict(tool("391"), **name) and [m["role"] for m in said] == [
-        "assistant", "tool", "assistant"]
+    assert said[1] == turn("tool", "391") | name
+    assert [m["role"] for m in said] == ["assistant", "tool", "assistant"]
     assert family != "harmony" or (
         text.startswith("<|start|>system<|message|>You are ChatGPT") and "a: number" in text)
 
@@ -240,27 +224,25 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
 # environments
 
 
-def dialogue_with(function, folder):
-    """The batch of one response, whose turns have this environment's answers."""
-    write_byte_tokenizer(folder, ["<a>", "<b>"])
-    tokenizer = load_tokenizer(str(folder), tiny.keys_of_system())
-    env = environment_of(function, tokenizer, max_turns=4, reward_timeout=1)
-    return conversed(env, "12", [[*b"abcd", EOS]] * 4, 30)
+NO_GOOD = {  # an environment: a part of its line
+    "raises": r"failed at .*mine\.py, line \d+: KeyError: 'missing'", "number": "answered 7",
+    "wrong_role": "wanted None, a string", "nan": "a finite number",
+    "chance": "two answers to the same dialogue", "hangs": r"not answered for 1 s at .*mine\.py"}
 
 
-@pytest.mark.parametrize("function, part", [
-    ("raises", r"failed at .*mine\.py, line \d+: KeyError: 'missing'"), ("number", "answered 7"),
-    ("wrong_role", "wanted None, a string"), ("nan", "a finite number"),
-    ("chance", "two answers to the same dialogue"),
-    ("hangs", r"has not answered for 1 s at .*mine\.py")])
-def test_an_environment_that_is_no_good_ends_in_one_line(mine, tmp_path, function, part):
-    with pytest.raises(Stop, match=f"^environment = .*{part}") as e:
-        dialogue_with(f"{mine}:{function}", tmp_path)
-    assert "\n" not in str(e.value)
+def test_an_environment_that_is_no_good_ends_in_one_line(world, mine):
+    """It gets a copy of the dialogue, which it may spoil."""
+    tokenizer = load_tokenizer(world.chatty, tiny.keys_of_system())
 
+    def dialogue_with(function):
+        env = environment_of(f"{mine}:{function}", tokenizer, max_turns=4, reward_timeout=1)
+        return conversed(env, "12", [[*b"abcd", EOS]] * 4, 30)
 
-def test_a_dialogue_cannot_be_spoiled(mine, tmp_path):
-    assert dialogue_with(f"{mine}:spoils", tmp_path)["finished"].tolist() == [True]
+    assert dialogue_with("spoils")["finished"].tolist() == [True]
+    for function, part in NO_GOOD.items():
+        with pytest.raises(Stop, match=f"^environment = .*{part}") as e:
+            dialogue_with(function)
+        assert "\n" not in str(e.value)
 
 
 # tools
@@ -268,8 +250,7 @@ def test_a_dialogue_cannot_be_spoiled(mine, tmp_path):
 
 @pytest.fixture
 def tools_of(tokenizer_of, mine):
-    named = ",".join(f"{mine}:{name}" for name in (
-        "multiply", "slow", "leaves", "table", "show", "typed"))
+    named = ",".join(f"{mine}:{name}" for name in "multiply slow leaves table typed".split())
     system = SimpleNamespace(tools=named, reward_timeout=120, max_turns=2)
     return lambda family: Tools(system, tokenizer_of(family))
 
@@ -295,10 +276,8 @@ ANSWERS = {  # family: {a turn: the answer; of a call that cannot be read ERROR 
         call("multiply", a=1, c=2): ERROR + "TypeError", call("multiply", a="21"): ERROR + "a = "},
     "qwen3.5": {
         "why\n</think>\n\n" + tags("multiply", a=37, b=46): "1702",
-        tags("show", text="12", flag="True", items='[1, "x"]', either="7"):
-            "('12', True, [1, 'x'], 7)",
-        tags("show", text="a\nb\n", flag="false", items="None", either="seven"):
-            "('a\\nb\\n', False, None, 'seven')",
+        tags("typed", s="a\nb\n", b="false", q='[1, "x"]', t="seven"):
+            "('a\\nb\\n', False, [1, 'x'], 'seven')",
         tags("table", n=1) + "\n" + call("multiply", a=3): "\u00e9!\n6",  # JSON is read, too
         tags("divide", a=1): ERROR + "no tool 'divide'",
         "<tool_call>\n<function=multiply>\n<parameter=a>\n3": ERROR + "has no </parameter>",
@@ -342,9 +321,9 @@ DRAFTS = {  # a digit is a call of multiply: the calls that are made
     "[THINK]3[/THINK]7": "7", "[THINK]3": "", "3\n4": "34"}
 
 
-@pytest.mark.parametrize("family", ["chatml", "qwen3.5"])
+@pytest.mark.parametrize("family", WRITE)
 def test_drafts_in_thoughts_are_no_calls(tools_of, family):
-    tools, write = tools_of(family), dict(chatml=call).get(family, tags)
+    tools, write = tools_of(family), WRITE[family]
     for text, made in DRAFTS.items():
         written = re.sub(r"\d", lambda digit: write("multiply", a=int(digit[0])), text)
         calls = [("multiply", dict(a=int(digit)), None) for digit in made]
@@ -356,22 +335,19 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
 MARKED = [  # values of one parameter, as a policy may write them
     "a </parameter> b", "a</tool_call>b<tool_call>", "</function>\n</tool_call>",
     "</parameter>\n<parameter=x>\n1", "<think>a</think>", "\\", '"', "<|end|> to=functions.x",
-    tags("show", text="a"), call("show", text="a"), "", " a ", "None", "\u00fc"]
+    tags("typed", s="a"), call("typed", s="a"), "", " a ", "None", "\u00fc"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_value_may_have_marks_in_it(tools_of, family):
-    tools = tools_of(family)
+def test_a_value_may_have_marks_in_it(tools_of):
+    harmony, ours = tools_of("harmony"), [(tools_of(family), WRITE[family]) for family in WRITE]
     for value in MARKED:
-        if family == "harmony":
-            text = message_to("show", json.dumps(dict(text=value), ensure_ascii=False))
-            assert tools.calls_in(text) == [("show", dict(text=value), None)], value
-            continue
-        write = dict(chatml=call).get(family, tags)
-        one, other = write("show", text=value, flag=True), write("show", flag=False, text=value)
-        wanted = [("show", dict(text=value, flag=flag), None) for flag in (True, False)]
-        for text in (f"{one}\n{other}", f"<think>a</think>\n{one} so {other} </think"):
-            assert tools.calls_in(text) == wanted, value
+        text = message_to("typed", json.dumps(dict(s=value), ensure_ascii=False))
+        assert harmony.calls_in(text) == [("typed", dict(s=value), None)], value
+        for tools, write in ours:
+            one, other = write("typed", s=value, b=True), write("typed", b=False, s=value)
+            wanted = [("typed", dict(s=value, b=flag), None) for flag in (True, False)]
+            for text in (f"{one}\n{other}", f"<think>a</think>\n{one} so {other} </think"):
+                assert tools.calls_in(text) == wanted, value
 
 
 FITS = dict(  # {parameter: values that fit it, values that do not}
@@ -381,7 +357,8 @@ FITS = dict(  # {parameter: values that fit it, values that do not}
     p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2]]), e=(["x", "y"], ["z"]),
     n=([[1], dict(a="b")], [["1"], "a"]), a=([None, [{}]], []))
 IN_TAGS = [("l", "[1, 2]", [1, 2]), ("s", '"a"', '"a"'), ("m", "None", None), ("f", "21", 21),
-           ("n", '{"a": "b"}', dict(a="b")), ("a", "x", "x")]
+           ("n", '{"a": "b"}', dict(a="b")), ("a", "x", "x"), ("s", "12", "12"),
+           ("b", "True", True), ("q", "None", None), ("t", "7", 7)]
 
 
 @knows_lists
@@ -406,19 +383,19 @@ NOT_READ = [
     f"<think>{READ[0]}</think>", "[TOOL_CALLS][{{ c | tojson }}]"]
 
 
-@pytest.mark.parametrize("way", READ + NOT_READ)
-def test_the_templates_own_call_must_be_read(tokenizer_of, mine, way):
-    calls = "{% for c in m.tool_calls or [] %}{% set c = c.function %}" + way + "{% endfor %}"
-    template = CHATML.replace("{{ TEXT }}", "{{ m.content }}" + calls) + "{# tools #}"
-    tokenizer = tokenizer_of("chatml", template)
-    refused = pytest.raises(BadInput, match="call of .*is not read|sampled|drops")
-    with contextlib.nullcontext() if way in READ else refused as e:
-        environment_of("", tokenizer, tools=f"{mine}:show,{mine}:typed")
-    assert way in READ or "\n" not in str(e.value)
+def test_the_templates_own_call_must_be_read(tokenizer_of, mine):
+    for way in READ + NOT_READ:
+        calls = "{% for c in message.tool_calls or [] %}{% set c = c.function %}" + way
+        template = CHATML.replace(f'{TEXT} + "', f'{TEXT} }}}}{calls}{{% endfor %}}{{{{ "')
+        tokenizer = tokenizer_of("chatml", template + "{# tools #}")
+        refused = pytest.raises(BadInput, match="call of .*is not read|sampled|drops")
+        with contextlib.nullcontext() if way in READ else refused as e:
+            environment_of("", tokenizer, tools=f"{mine}:multiply,{mine}:typed")
+        assert way in READ or "\n" not in str(e.value)
 
 
 def test_tools_that_cannot_be_described(tokenizer_of, mine):
-    tokenizer = tokenizer_of("chatml", PLAIN)
+    tokenizer = tokenizer_of("chatml", CHATML)
     for name, part in (("", "FILE.py:FUNCTION"), (":none", "'none'"),
                        (":table", "no variable tools"), (":bare", "cannot be described")):
         with pytest.raises(BadInput, match=part):
@@ -432,18 +409,12 @@ def test_tools_that_cannot_be_described(tokenizer_of, mine):
 
 def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):
     """A random model that calls nothing. The tool stands in each prompt that it reads."""
-    shutil.copytree(world.policy, tmp_path / "policy")
-    tiny.write(tmp_path / "policy" / "generation_config.json", json.dumps(dict(eos_token_id=EOS)))
-    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" \
-        "{% for m in messages %}{{ m.role + m.content }}{% for c in m.tool_calls %}<tool_call>" \
-        "{{ c.function | tojson }}</tool_call>{% endfor %}<eos>{% endfor %}" \
-        "{% if add_generation_prompt %}assistant{% endif %}"
     rule = "named = lambda batch: ['multiply' in text for text in batch['prompts']]\n"
     keys = tiny.keys_of(
-        world, "grpo.py", policy_path=tmp_path / "policy", tools=f"{mine}:multiply", eval_path="",
+        world, "grpo.py", policy_path=world.chatty, tools=f"{mine}:multiply", eval_path="",
         prompts_path=tiny.jsonl(tmp_path / "chats.jsonl", [dict(prompt=[user("1+2")])] * 3),
-        chat_template=tiny.write(tmp_path / "t.jinja", template), max_iters=1, reward_timeout=40,
+        chat_template=tiny.write(tmp_path / "t.jinja", CHAT), max_iters=1, reward_timeout=40,
         reward_functions=tiny.write(tmp_path / "rule.py", rule) + ":named")
-    log = tiny.read_log(tiny.well("grpo.py", tmp_path, keys, ranks=2))
-    assert log[0]["objective/failed_calls"] == 0 and log[0]["objective/turns"] == 1
-    assert log[0]["objective/scores"] == 1
+    first = tiny.read_log(tiny.well("grpo.py", tmp_path, keys, ranks=2))[0]
+    assert first["objective/failed_calls"] == 0
+    assert first["objective/turns"] == first["objective/scores"] == 1
