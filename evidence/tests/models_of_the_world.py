@@ -18,7 +18,7 @@ from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normaliz
 from configurator import write_json
 from test_families import SIZES
 from test_model import random_model
-from test_tokenizer import bpe_of_blanks
+from test_tokenizer import CHATML, bpe_of_blanks
 
 TEXTS = 3 * [
     "You are a helpful assistant. Answer in one word.", "What is the capital of France? It is "
@@ -45,26 +45,13 @@ LLAMA = """{{- bos_token }}{%- set system = "" %}
 QWEN25 = """{%- if messages[0].role != "system" %}
     {{- "<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n" }}
 {%- endif %}
-{%- for message in messages %}
-    {{- "<|im_start|>" + message.role + "\\n" }}
-    {{- message.content + "<|im_end|>" }}
-    {{- "\\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}
-"""
-QWEN3 = """{%- for message in messages %}
-    {{- "<|im_start|>" + message.role + "\\n" }}
-    {%- set mine, content = message.role == "assistant", message.content %}
-    {%- if mine and loop.last and "</think>" not in content %}
-        {{- "<think>\\n\\n</think>\\n\\n" }}
-    {%- endif %}
-    {{- content.split("</think>")[-1].lstrip("\\n") if mine and not loop.last else content }}
-    {{- "<|im_end|>\\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}
-    {%- if enable_thinking is defined and not enable_thinking %}
-        {{- "<think>\\n\\n</think>\\n\\n" }}
-    {%- endif %}
+""" + CHATML
+QWEN3 = CHATML.replace('message["content"]', """(message.content.split("</think>")[-1].lstrip("\\n")
+    if message.role == "assistant" and not loop.last else
+    "<think>\\n\\n</think>\\n\\n" + message.content
+    if message.role == "assistant" and "</think>" not in message.content else message.content)
+""") + """{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}
+    {{- "<think>\\n\\n</think>\\n\\n" }}
 {%- endif %}
 """
 MISTRAL = """{{- bos_token }}
@@ -77,7 +64,7 @@ MISTRAL = """{{- bos_token }}
 {%- endfor %}
 """
 
-# how the words are cut before they merge, in the manner of GPT-4 and its followers
+# how the words are cut before they merge: as in Meta's llama3/tokenizer.py, which is GPT-4's manner
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
          r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 END = "<|endoftext|>"
@@ -120,14 +107,22 @@ def make(folder, name, head="lm"):
     tokenizer's files. head: "lm", or "scalar" for a reward model as others leave it, with one
     label. Returns the folder, a string.
     """
-    folder, generation = str(folder), FAMILIES[name]["generation"]
-    os.makedirs(folder, exist_ok=True)
-    ids = make_tokenizer(folder, name)
-    make_model(folder, name, ids, head)
-    if head == "lm" and generation:
-        write_json(f"{folder}/generation_config.json", {
-            k: [ids[t] for t in v] if isinstance(v, list) else ids.get(v, v)
-            for k, v in generation.items()})
+    os.makedirs(folder := str(folder), exist_ok=True)
+    family, roles = FAMILIES[name]["weights"], FAMILIES[name]["roles"]
+    ids, generation = make_tokenizer(folder, name), FAMILIES[name]["generation"]
+    sizes = SIZES | dict(vocab_size=-(-len(ids) // 64) * 64, max_position_embeddings=512)  # padded
+    if family != "gpt_neox":
+        sizes |= dict(head_dim=8)
+    sizes |= {f"{role}_id": ids.get(roles.get(role)) for role in ("bos_token", "eos_token")}
+    scalar = head == "scalar"
+    sizes["pad_token_id"] = ids[roles.get("pad_token", roles["eos_token"])] if scalar else None
+    random_model(family, sizes, scalar, noise=0.1).save_pretrained(folder)
+    if os.path.isfile(settings := f"{folder}/generation_config.json"):
+        os.remove(settings)
+    if generation and not scalar:
+        write_json(settings, {
+            key: [ids[token] for token in x] if isinstance(x, list) else ids.get(x, x)
+            for key, x in generation.items()})
     return folder
 
 
@@ -174,17 +169,3 @@ def train_bytes(name):
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     return backend
-
-
-def make_model(folder, name, ids, head):
-    """Random weights of the family as transformers writes them, in float32, and config.json."""
-    family, roles = FAMILIES[name]["weights"], FAMILIES[name]["roles"]
-    sizes = SIZES | dict(vocab_size=-(-len(ids) // 64) * 64, max_position_embeddings=512)  # padded
-    if family != "gpt_neox":
-        sizes |= dict(head_dim=8)
-    sizes |= {f"{role}_id": ids.get(roles.get(role)) for role in ("bos_token", "eos_token")}
-    scalar = head == "scalar"
-    sizes["pad_token_id"] = ids[roles.get("pad_token", roles["eos_token"])] if scalar else None
-    random_model(family, sizes, scalar, noise=0.1).save_pretrained(folder)
-    if os.path.isfile(f"{folder}/generation_config.json"):
-        os.remove(f"{folder}/generation_config.json")

@@ -27,7 +27,7 @@ from load import load
 from options.chats import chats_of
 from options.older_transformers import encode_chat
 from test_model import CPU
-from test_tokenizer import assistant, turn, user
+from test_tokenizer import CHATML, assistant, turn, user
 from tiny import assert_one_line, keys_of_system, run
 from tokenizer import load_tokenizer
 
@@ -46,20 +46,19 @@ def ours(folders):
     return lambda name, **keys: load_tokenizer(folders[name], keys_of_system(**keys))
 
 
-def clock_of(monkeypatch, *day):
-    """transformers' own clock, which its strftime_now reads, stands at this time."""
-    class Stopped(datetime.datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return cls(*day)
-
-    monkeypatch.setattr(chat_template_utils, "datetime", Stopped)
-
-
 @pytest.fixture(autouse=True)
-def day(monkeypatch):
-    """For transformers it is the day that templates see here."""
-    clock_of(monkeypatch, 2024, 7, 26)
+def stop_clock(monkeypatch):
+    """transformers' own clock, which its strftime_now reads, stands at the day of templates."""
+    def stop_clock(*day):
+        class Stopped(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(*day)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Stopped)
+
+    stop_clock(2024, 7, 26)
+    return stop_clock
 
 
 def spans(tokenizer, ids, trained):
@@ -78,11 +77,11 @@ END_OF_TURN = {"llama3.2": "<|eot_id|>", "qwen2.5": "<|im_end|>", "qwen3": "<|im
 
 def assert_as_transformers(t, name, prompt, completion):
     """The ids of a prompt, of a whole dialogue, and of a demonstration; what of it is learned."""
+    ids, trained = encode_learned(t, prompt, completion)
     ids_of = partial(t.hf.apply_chat_template, return_dict=False)
     whole = ids_of(prompt + completion)
     assert t.encode_scored([prompt], [completion]) == [whole]
     assert t.encode_prompts([prompt]) == [ids_of(prompt, add_generation_prompt=True)]
-    ids, trained = encode_learned(t, prompt, completion)
     assert ids == whole[:len(ids)] and ids[-1] in t.eos_ids and not t.eos_ids & {*whole[len(ids):]}
     learned = spans(t, ids, trained)
     said = [m["content"] + END_OF_TURN[name] for m in completion[::2]]
@@ -120,11 +119,8 @@ def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
         rows += [(chat[:n], chat[n:], all(re.match(rf"{kept[name]}|\s*\Z", m["content"])
                                           for m in chat[n::2])) for chat, n in nonsense(name)]
     for prompt, completion, learned in rows:
-        if learned:
+        with nullcontext() if learned else pytest.raises(BadInput, match=name):
             assert_as_transformers(t, name, prompt, completion)
-        else:
-            with pytest.raises(BadInput, match=name):
-                encode_learned(t, prompt, completion)
     # a prompt that the response continues: one message, of which only what is new is learned
     prompt, whole = ([user("1+2?"), assistant(text)] for text in ("Sure! It", "Sure! It is 3."))
     ids_of = partial(t.hf.apply_chat_template, return_dict=False)
@@ -143,29 +139,22 @@ def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
             ids_of([user("a")], add_generation_prompt=True, enable_thinking=False)]
 
 
-HEAD = "{% for m in messages %}"
-TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-ASK = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 ODD = {  # a template: whether one answer, and two answers, are learned
-    HEAD + TURN + ASK: (True, True),
-    HEAD + TURN.replace("<|im_end|>\n", "\n") + ASK: (False, False),  # no end
-    "{{ messages | length }}" + HEAD + TURN + ASK: (False, False),  # earlier ids become others
-    HEAD + TURN.replace("'<|im_end|>\n'", "('\n' if m['role'] == 'assistant' and not loop.last "
-                        "else '<|im_end|>\n')") + ASK: (True, False),  # earlier ones have no end
-    HEAD + TURN.replace("<|im_end|>", "<|im_end|><|endoftext|>") + ASK: (True, True)}
+    CHATML: (True, True), CHATML.replace("<|im_end|>\n", "\n"): (False, False),  # no end
+    "{{ messages | length }}" + CHATML: (False, False),  # earlier ids become others
+    CHATML.replace("<|im_end|>\n", '" + ("" if message.role == "assistant" and not loop.last else '
+                   '"<|im_end|>") + "\n'): (True, False),  # earlier ones have no end
+    CHATML.replace("<|im_end|>", "<|im_end|><|endoftext|>"): (True, True)}
 
 
 def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path):
+    answers = [assistant("b"), user("c"), assistant("d")]
     for template, wanted in ODD.items():
         t = ours("qwen2.5", chat_template=tiny.write(tmp_path / "my.jinja", template))
-        for answers, learned in zip((["b"], ["b", "d"]), wanted, strict=True):
-            chat = [assistant(answers[0]), user("c"), assistant(answers[-1])][:2 * len(answers) - 1]
-            if learned:
-                assert spans(t, *encode_learned(t, [user("a")], chat)) == [
-                    f"{text}<|im_end|>" for text in answers], template
-            else:
-                with pytest.raises(BadInput):
-                    encode_learned(t, [user("a")], chat)
+        for count, learned in zip((1, 2), wanted, strict=True):
+            with nullcontext() if learned else pytest.raises(BadInput):
+                assert spans(t, *encode_learned(t, [user("a")], answers[:2 * count - 1])) == [
+                    "b<|im_end|>", "d<|im_end|>"][:count], template
 
 
 def written_as(content, which="true"):
@@ -196,11 +185,9 @@ def test_a_template_that_leaves_a_message_out(ours, tmp_path):
         if messages[0]["role"] == "system":
             chats += [(ours("qwen2.5", chat_template=path, system_prompt="s"), messages[1:])]
         for t, chat in chats:
-            if role is None:
+            refused = pytest.raises(BadInput, match=f"{role}'s .*--chat_template")
+            with refused if role else nullcontext():
                 assert t.chats.ids_of(chat)
-            else:
-                with pytest.raises(BadInput, match=f"{role}'s .*--chat_template"):
-                    t.chats.ids_of(chat)
 
 
 def test_pairs_that_become_the_same_tokens(folders, tmp_path):
@@ -221,27 +208,13 @@ def test_pairs_that_become_the_same_tokens(folders, tmp_path):
 
 def test_a_byte_order_mark_is_no_letter_of_a_persons_file(ours, tmp_path):
     """As some editors on Windows write it: in a template, a config file, JSON."""
-    files = {"t.jinja": HEAD + TURN + ASK, "config.py": "timeout = 7\n", "x.json": '{"a": 1}'}
-    template, config, settings = (
-        tiny.write(tmp_path / name, "\ufeff" + text) for name, text in files.items())
-    assert ours("qwen2.5", chat_template=template).hf.chat_template == HEAD + TURN + ASK
-    assert run_config_file(config, read_keys(f"{tiny.ROOT}/config/keys.py")) == dict(timeout=7)
-    assert read_json(settings) == dict(a=1)
+    def marked(text):
+        return tiny.write(tmp_path / "file.py", "\ufeff" + text)
 
-
-def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
-    """For a base model; the saved folder carries the template, and its end of turn ends."""
-    template = tiny.write(tmp_path / "my.jinja", HEAD + "{{ m['role'] + ':\n' + m['content'] + "
-                          "eos_token }}" + ASK.replace("<|im_start|>assistant", "assistant:"))
-    model = load(folders["pythia"], "policy", keys_of_system(chat_template=template), CPU)
-    save_final(str(tmp_path), "saved", model)
-    chat = [user("a"), assistant("b"), user("c"), assistant("d")]
-    ids, trained = encode_learned(model.tokenizer, chat[:1], chat[1:])
-    assert spans(model.tokenizer, ids, trained)[1] == "d<|endoftext|>"
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert theirs.apply_chat_template(chat, return_dict=False)[:len(ids)] == ids
-    dated = ours("llama3.2", template_kwargs="date_string='1 May, 1999'")
-    assert "Today Date: 1 May, 1999\n" in dated.decode(dated.encode_prompts([[user("a")]])[0])
+    assert ours("qwen2.5", chat_template=marked(CHATML)).hf.chat_template == CHATML
+    keys = read_keys(f"{tiny.ROOT}/config/keys.py")
+    assert run_config_file(marked("timeout = 7\n"), keys) == dict(timeout=7)
+    assert read_json(marked('{"a": 1}')) == dict(a=1)
 
 
 # how templates write the date: an expression
@@ -251,39 +224,39 @@ DATES = ["strftime_now ('%d %b %Y') if strftime_now is defined else 'never'",
          "date_string if date_string is defined else strftime_now('%D')"]
 
 
-def test_no_template_reads_the_clock(ours, tmp_path, monkeypatch, capsys):
+def test_no_template_reads_the_clock(ours, tmp_path, stop_clock, capsys):
     """
     Ids are those of transformers on 26 July 2024, or on the day that is typed, whatever day it is,
     and a line says so; what is saved has the publisher's template.
     """
-    template = "".join("{{ " + date + " }}\n" for date in DATES) + HEAD + TURN + ASK
+    template = "".join("{{ " + date + " }}\n" for date in DATES) + CHATML
     file = tiny.write(tmp_path / "t.jinja", template)
     chat = [user("a"), assistant("b"), user("c")]
     for typed, day in (("", (2024, 7, 26)), ("strftime_now='2031-01-05'", (2031, 1, 5))):
-        clock_of(monkeypatch, *day)
+        stop_clock(*day)
         wanted = ours("qwen2.5").hf.apply_chat_template(
             chat, chat_template=template, return_dict=False, add_generation_prompt=True)
-        clock_of(monkeypatch, 2026, 11, 29, 23, 59, 59, 7)
+        stop_clock(2026, 11, 29, 23, 59, 59, 7)
         capsys.readouterr()
         t = ours("qwen2.5", chat_template=file, template_kwargs=typed)
         assert "strftime_now=" in capsys.readouterr().out
         assert t.encode_prompts([chat]) == [wanted]
     t.save(str(tmp_path / "saved"))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template
+    dated = ours("llama3.2", template_kwargs="date_string='1 May, 1999'")
+    assert "Today Date: 1 May, 1999\n" in dated.decode(dated.encode_prompts([chat])[0])
 
 
-def test_a_clock_that_cannot_be_stopped_is_refused(ours, tmp_path):
+def test_a_clock_that_cannot_be_stopped_is_refused(ours):
+    hf = ours("qwen2.5").hf
     for asks in ("{% macro day(f) %}{{ strftime_now(f) }}{% endmacro %}",
                  "{% set now = strftime_now %}", "{{ strftime_now ('%d' ~ '%m') }}"):
-        file = tiny.write(tmp_path / "t.jinja", asks + HEAD + TURN + ASK)
-        with pytest.raises(BadInput, match="clock"):
-            ours("qwen2.5", chat_template=file)
+        for template in (asks, dict(default=CHATML, tool_use=asks)):
+            hf.chat_template = template
+            with pytest.raises(BadInput, match="clock"):
+                chats_of(hf, "x", keys_of_system())
     with pytest.raises(BadInput, match="strftime_now"):
         ours("qwen2.5", template_kwargs="strftime_now='2025-02-30'")
-    hf = ours("qwen2.5").hf  # one for chats with tools
-    hf.chat_template = dict(default=HEAD + TURN + ASK, tool_use="{% set now = strftime_now %}")
-    with pytest.raises(BadInput, match="clock"):
-        chats_of(hf, "x", keys_of_system())
 
 
 # strings and special tokens
@@ -315,32 +288,27 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
             assert evil == plain
 
 
-@pytest.mark.parametrize("kind, family", [
-    ("GPT2Tokenizer", "llama"), ("LlamaTokenizerFast", "deepseek_v3"),
-    ("PreTrainedTokenizerFast", "qwen2")])
-def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
-    """As SmolLM2's, whose class has other rules for line breaks and digits."""
-    others.make_tokenizer(str(tmp_path), "llama3.2")
-    backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
-    write_json(f"{tmp_path}/config.json", dict(model_type=family))
-    write_json(f"{tmp_path}/tokenizer_config.json",
-               dict(tokenizer_class=kind, eos_token="<|eot_id|>"))
-    t = load_tokenizer(str(tmp_path), keys_of_system())
-    t.save(tmp_path / "saved")
-    again = load_tokenizer(str(tmp_path / "saved"), keys_of_system())
-    for text in ("a\n\n12", "e\u0301 ", " A1b\n\n\n", "it\t3.5?", "x 1234", "it's"):
-        ids = backend.encode(text, add_special_tokens=False).ids
-        assert t.encode_texts([text]) == again.encode_texts([text]) == [ids], text
-        assert t.text_of(ids) == text
-
-
-def test_blanks_are_added_as_tokenizer_json_says(folders):
-    """Here before each piece between special tokens, and to a blank, too; version 5 has others."""
-    hf = load_tokenizer(folders["mistral"], keys_of_system()).hf
-    backend = Tokenizer.from_file(f"{folders['mistral']}/tokenizer.json")
+def test_texts_are_cut_as_tokenizer_json_says(ours, folders, tmp_path):
+    """As SmolLM2's, whose class has other rules for line breaks, digits and blanks."""
+    folder, saved = str(tmp_path), str(tmp_path / "saved")
+    others.make_tokenizer(folder, "llama3.2")
+    texts = ["a\n\n12", "e\u0301 ", " A1b\n\n\n", "it\t3.5?", "x 1234", "it's"]
+    plain = partial(Tokenizer.encode, add_special_tokens=False)
+    wanted = [plain(Tokenizer.from_file(f"{folder}/tokenizer.json"), text).ids for text in texts]
+    for kind, family in (("GPT2Tokenizer", "llama"), ("LlamaTokenizerFast", "deepseek_v3"),
+                         ("PreTrainedTokenizerFast", "qwen2")):
+        write_json(f"{folder}/config.json", dict(model_type=family))
+        write_json(f"{folder}/tokenizer_config.json",
+                   dict(tokenizer_class=kind, eos_token="<|eot_id|>"))
+        t = load_tokenizer(folder, keys_of_system())
+        t.save(saved)
+        again = load_tokenizer(saved, keys_of_system())
+        assert t.encode_texts(texts) == again.encode_texts(texts) == wanted, kind
+        assert list(map(t.text_of, wanted)) == texts
+    # blanks before each piece between special tokens, and to a blank, too; version 5 has others
+    hf, backend = ours("mistral").hf, Tokenizer.from_file(f"{folders['mistral']}/tokenizer.json")
     for text in ("a</s>a", "a</s>\na", " a", "[INST] a [/INST]a</s>[INST] a"):
-        assert hf.encode(text, add_special_tokens=False) == backend.encode(
-            text, add_special_tokens=False).ids, text
+        assert hf.encode(text, add_special_tokens=False) == plain(backend, text).ids, text
 
 
 @pytest.mark.parametrize("name", others.CHATS)
@@ -365,14 +333,14 @@ SPELLED = [  # a family, rows of a file; how many of them are counted, and a mar
                  dict(prompt="<start_of_turn>user")], 2, "<|im_start|>"),  # also of other families
     ("mistral", [dict(prompt="a", chosen="b", rejected="c</s>")], 1, "</s>"),
     ("qwen3", [dict(prompt=[user("a")], completion=[assistant("yes<|im_end|>")])], 1, ""),
-    ("qwen3", [dict(prompt="<think>", completion="a <| b |>"), dict(prompt="</s> [INST]")], 0, "")]
+    ("qwen3", [dict(prompt="<think>", completion="a <| b |>"),
+               dict(prompt="</s> [INST]", completion="")], 0, "")]
 
 
 def test_special_tokens_in_a_text_are_said(ours, capsys):
     """They stay plain text; once a file, with the number of rows; not tokens such as <think>."""
     for name, rows, count, mark in SPELLED:
-        fields = ["prompt", *[f for f in ("completion", "chosen", "rejected") if f in rows[0]]]
-        ours(name).say_marks([dict.fromkeys(fields, "") | row for row in rows], fields, "my.jsonl")
+        ours(name).say_marks(rows, list(rows[0]), "my.jsonl")
         said = capsys.readouterr().out
         assert mark in said
         assert f"my.jsonl: {count} of {len(rows)} rows" in said if count else not said
@@ -380,8 +348,7 @@ def test_special_tokens_in_a_text_are_said(ours, capsys):
 
 def test_strings_for_a_model_with_a_template(ours, capsys):
     """All strings: said; strings beside messages: refused; whose system message is it: said."""
-    chat = dict(prompt=[dict(role="user", content="a")])
-    led = dict(prompt=[dict(role="system", content="s"), *chat["prompt"]])
+    chat, led = dict(prompt=[user("a")]), dict(prompt=[system("s"), user("a")])
     chats = ours("qwen2.5", system_prompt="be kind").chats
     for rows, words in ([dict(prompt="a")] * 3, "strings"), ([chat] * 3, ""), (
             [led, chat, led], "2 of 3 rows"):
@@ -393,17 +360,14 @@ def test_strings_for_a_model_with_a_template(ours, capsys):
             chats.check_kinds(rows, "my.jsonl")
 
 
-AS_TEXT = ['[{"role": "user", "content": "a"}]', "  [ {'content' :'a'}]", '[{"from": "human"}]',
-           "[\n  {\n    'role': 'user'"]
-NO_MESSAGES = ["[1, 2]", '{"content": "a"} in French?', "a [{'role': 'user'}]", "[{"]
-
-
 def test_messages_written_as_text_are_refused():
     """A table of CSV has them: they would be learned letter by letter."""
-    for text in AS_TEXT + NO_MESSAGES:
+    as_text = ['[{"role": "user", "content": "a"}]', "  [ {'content' :'a'}]",
+               '[{"from": "human"}]', "[\n  {\n    'role': 'user'"]
+    for text in [*as_text, "[1, 2]", '{"content": "a"} in French?', "a [{'role': 'user'}]", "[{"]:
         for field in ("prompt", "completion"):
             row = dict(prompt="a", completion="b") | {field: text}
-            with pytest.raises(BadInput, match=field) if text in AS_TEXT else nullcontext():
+            with pytest.raises(BadInput, match=field) if text in as_text else nullcontext():
                 assert dialogue(row, "completion") == row
 
 
@@ -416,17 +380,14 @@ ENDS = {"llama3.2": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "qwen2.5": 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_all_ends_of_a_saved_policy(folders, tmp_path, name):
-    """Of generation_config.json, config.json, tokenizer, template; the makers' settings stay."""
+    """Of generation_config.json, config.json, tokenizer, template."""
     model = load(folders[name], "policy", keys_of_system(), CPU)
     save_final(str(tmp_path), name, model)
     theirs, saved = AutoTokenizer.from_pretrained(tmp_path / name), str(tmp_path / name)
     wanted = sorted(theirs.convert_tokens_to_ids(ENDS[name]))
     assert sorted(model.tokenizer.eos_ids) == wanted
     assert load(saved, "policy", keys_of_system(), CPU).tokenizer.eos_ids == set(wanted)
-    found = GenerationConfig.from_pretrained(saved)
-    assert found.eos_token_id == wanted
-    for key, value in others.FAMILIES[name]["generation"].items():
-        assert key.endswith("token_id") or getattr(found, key) == value
+    assert GenerationConfig.from_pretrained(saved).eos_token_id == wanted
     text = "caf\u00e9 it's <b> \U0001f600 two  blanks \n"
     assert theirs(text)["input_ids"] == AutoTokenizer.from_pretrained(
         folders[name])(text)["input_ids"]
