@@ -9,9 +9,9 @@ from data.convert import ours, true_answer
 from demonstrations import dialogue
 from errors import BadInput
 from prompts import prompt_row, read_rows
+from test_tokenizer import assistant, turn, user
 
-S, U, A, B = (dict(role=role, content=text) for role, text in (
-    ("system", "s"), ("user", "u"), ("assistant", "a"), ("assistant", "b")))
+S, U, A, B = turn("system", "s"), user("u"), assistant("a"), assistant("b")
 ULTRA = {"prompt": "u", "prompt_id": "x", "chosen": [U, A], "rejected": [U, B], "messages": [U, A]}
 VERL = {"data_source": "x", "prompt": [U], "reward_model": {"ground_truth": "34", "style": "rule"}}
 
@@ -35,7 +35,7 @@ HUB = {  # source and options: (rows, the first row of our file, what is said of
          VERL | {"reward_model": {"ground_truth": ["a"]}}],
         {"prompt": [U], "answer": r"\frac{1}{2}"}, "; dropped 1: field 'answer'", "data_source"),
     "ultrafeedback:train_prefs": (
-        [ULTRA, ULTRA | {"rejected": [U, A]}, ULTRA | {"rejected": [dict(U, content="v"), B]}],
+        [ULTRA, ULTRA | {"rejected": [U, A]}, ULTRA | {"rejected": [user("v"), B]}],
         {"prompt": [U], "chosen": [A], "rejected": [B]},
         "; dropped 1: chosen and rejected are the same; "
         "dropped 1: chosen and rejected have different prompts", "messages, prompt, prompt_id"),
@@ -43,8 +43,8 @@ HUB = {  # source and options: (rows, the first row of our file, what is said of
         [{"chosen": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u\n\nAssistant: a",
           "rejected": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u\n\nAssistant: b"},
          {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: z\n\nAssistant: y"}],
-        {"prompt": [dict(U, content="x\ny"), dict(A, content="go"), U], "chosen": [A],
-         "rejected": [B]}, "; dropped 1: chosen and rejected have different prompts", ""),
+        {"prompt": [user("x\ny"), assistant("go"), U], "chosen": [A], "rejected": [B]},
+        "; dropped 1: chosen and rejected have different prompts", ""),
     "SlimOrca:train": (
         [{"conversations": shareGPT(("system", "s"), ("human", "u"), ("gpt", "a"))},
          {"conversations": shareGPT(("gpt", "I begin."))}],
@@ -61,8 +61,7 @@ HUB = {  # source and options: (rows, the first row of our file, what is said of
         "dropped 1: field 'completion': 'weight'", "id, source"),
     "alpaca:train": (
         [{"instruction": "Add.", "input": "1 2", "output": "3", "text": "t"}],
-        {"prompt": [dict(U, content="Add.\n\n1 2")], "completion": [dict(A, content="3")]}, "",
-        "text"),
+        {"prompt": [user("Add.\n\n1 2")], "completion": [assistant("3")]}, "", "text"),
     "dolly:train --chat": (
         [{"prompt": "u", "response": "a"}], {"prompt": [U], "completion": [A]}, "", "")}
 
@@ -77,8 +76,7 @@ def test_data_sets_of_the_hub(name, tmp_path):
     rows, want, dropped, left = HUB[name]
     source, *options = name.split()
     set_name, *folder, split = source.split(":")
-    place = tmp_path / set_name / (folder[0] if folder else "data")
-    place.mkdir(parents=True)
+    os.makedirs(place := tmp_path / set_name / "".join(folder or ["data"]))
     jsonl(place / f"{split}-00000-of-00001.jsonl", rows)
     result = convert(tmp_path, f"--source=hf:{tmp_path}/{source}", "--out=out/a.jsonl", *options)
     assert result.codes == [0], result
@@ -86,19 +84,31 @@ def test_data_sets_of_the_hub(name, tmp_path):
     count = 2 if name.startswith(("MATH", "tulu")) else 1
     assert said.startswith(f"a.jsonl: {count} rows{dropped}"), said
     assert columns == ([f"left out: the columns {left}"] if left else [])
-    path = f"{tmp_path}/out/a.jsonl"
-    assert read_jsonl(path)[0] == want
-    fields = [key for key in ("completion", "chosen", "rejected") if key in want]
+    fields = want.keys() - {"prompt", "answer"}
     shape = (lambda row: dialogue(row, *fields)) if fields else prompt_row
-    assert read_rows(path, shape)[0] == want
+    assert read_jsonl(tmp_path / "out/a.jsonl")[0] == want
+    assert read_rows(f"{tmp_path}/out/a.jsonl", shape)[0] == want
 
 
-def test_commas_between_thousands_alone_are_taken_out():
-    for text in ("1,002", "-1,234,567.25", "999,999"):
-        assert true_answer(f"so 7,5\n#### {text}") == text.replace(",", "")
-    for text in ("1,2,3", "0,5", "12,34", "1,2345", "0,125", "1,234,5", "1234,567", "(1,234)",
-                 "1,234 apples", "1, 234", ",234", "0.5", "007"):
-        assert true_answer(f"#### {text}") == text
+NO_THOUSANDS = ["1,2,3", "0,5", "12,34", "1,2345", "0,125", "1,234,5", "1234,567", "(1,234)",
+                "1,234 apples", "1, 234", ",234", "0.5", "007"]
+NO_LISTS = ["[1, 2]", "[0, 1)", "[72]", "[]", "[x, y]", "[", "", r"[\frac{1}{2}, 3]"]
+ANSWERS = {  # of others: ours
+    "so 7,5\n#### 1,002": "1002", "#### -1,234,567.25": "-1234567.25", "#### 999,999": "999999",
+    '["72"]': "72", ' ["x"] ': "x", '["a, b"]': "a, b", "('72',)": "72", '[["72"]]': "72",
+    '["[1, 2]"]': "[1, 2]", r'["\\pi"]': r"\pi"}
+SEVERAL = ['["72", "-72"]', "['72', '-72']", '["72", -72]', '["72", "72"]\n',
+           r'["\\frac{1}{2}", "0.5"]', "('72', '-72')", '[["72"], ["-72"]]']
+
+
+def test_answers_of_others():
+    """Only commas between thousands are taken out; a list is an answer where it has one."""
+    same = {f"#### {text}": text for text in NO_THOUSANDS} | {text: text for text in NO_LISTS}
+    for text, want in (ANSWERS | same).items():
+        assert true_answer(text) == want
+    for text in SEVERAL:
+        with pytest.raises(BadInput, match="the answer is a list"):
+            ours(dict(problem="u", answer=text), "prompts")
 
 
 def test_rows_are_held_out(tmp_path):
@@ -114,16 +124,15 @@ def test_rows_are_held_out(tmp_path):
     assert 30 < len(val) < 90 and len(train) + len(val) == 600
     assert not {row["answer"] for row in train} & {row["answer"] for row in val}
     for row in train + val:
-        assert row["prompt"] == [dict(U, content=f"{row['answer']}?")]
+        assert row["prompt"] == [user(f"{row['answer']}?")]
         assert int(row["id"]) % 300 == int(row["answer"])
 
 
 def test_no_source_is_overwritten(tmp_path):
     """By its name, another name of it, a link, or as the rows that are held out; nor a run's."""
-    for place in ("data", "run"):
-        os.makedirs(tmp_path / place)
     files = ["a.jsonl", "a_val.jsonl", "data/train.jsonl", "run/log.jsonl"]
     for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         jsonl(tmp_path / file, [dict(prompt=f"{i}", answer="1") for i in range(40)])
     (tmp_path / "run" / "config.json").write_text('{"out_dir": "run"}')
     os.symlink("a.jsonl", tmp_path / "link.jsonl")
@@ -162,24 +171,12 @@ def test_a_message_that_is_more_than_its_content_is_refused(more):
         assert dialogue(dict(prompt=asked, completion=[B]), "completion")["prompt"] == asked
 
 
-def test_a_list_is_an_answer_where_it_has_one():
-    for text in ('["72", "-72"]', "['72', '-72']", '["72", -72]', '["72", "72"]\n',
-                 r'["\\frac{1}{2}", "0.5"]', "('72', '-72')", '[["72"], ["-72"]]'):
-        with pytest.raises(BadInput, match="the answer is a list"):
-            ours(dict(problem="u", answer=text), "prompts")
-    for text, want in (('["72"]', "72"), (' ["x"] ', "x"), ('["a, b"]', "a, b"), ("('72',)", "72"),
-                       ('[["72"]]', "72"), ('["[1, 2]"]', "[1, 2]"), (r'["\\pi"]', r"\pi")):
-        assert true_answer(text) == want
-    for text in ("[1, 2]", "[0, 1)", "[72]", "[]", "[x, y]", "[", "", r"[\frac{1}{2}, 3]"):
-        assert true_answer(text) == text
-
-
 def test_alpacas_history_becomes_the_earlier_turns():
     alpaca, before = dict(instruction="u", output="b"), [["x", "a"], ["y", "c"]]
-    turns = [dict(U, content="x"), A, dict(U, content="y"), dict(A, content="c")]
+    turns = [user("x"), A, user("y"), assistant("c")]
     for more, want in (
             (dict(history=before), [*turns, U]), (dict(history=before, system="s"), [S, *turns, U]),
-            (dict(history=before, input="v"), [*turns, dict(U, content="u\n\nv")]),
+            (dict(history=before, input="v"), [*turns, user("u\n\nv")]),
             (dict(history=[]), [U]), (dict(history=None), [U])):
         assert ours(alpaca | more, "sft") == (dict(prompt=want, completion=[B]), set())
         assert ours(alpaca | more, "prompts")[0]["prompt"] == want

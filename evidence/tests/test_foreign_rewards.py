@@ -5,14 +5,14 @@ how they are called, what they may return; async ones; the signature of TRL.
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 from errors import BadInput, Stop
-from options.foreign_rewards import load_reward
+from options import time_limit
+from options.foreign_rewards import as_scores, load_reward
 from prompts import Rows
 from rewards import check_rows, reward_terms
 
@@ -23,22 +23,19 @@ ROWS = [dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=C
 BATCH = dict(completions=["a", "bb", "ccc"], rows=ROWS, seconds=20)
 
 
-@pytest.fixture
-def called(monkeypatch):
-    """The scores of a function that returns this."""
-    def called(returned):
-        monkeypatch.setattr("options.foreign_rewards.load_function",
-                            lambda *_: lambda batch: returned)
-        return load_reward("mine.py:mine", ".", "")(BATCH)
-    return called
-
-
 def test_a_helper_lies_beside_the_file(tmp_path, monkeypatch):
     """And has no name of quartet's; but the file itself may."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    tiny.write(tmp_path / "helper_of_mine.py", "from lib_of_mine import more\nSIZE = 6\n")
     os.mkdir(tmp_path / "lib_of_mine")
-    tiny.write(tmp_path / "lib_of_mine/more.py", "three = 3\n")
+    os.mkdir(tmp_path / "other")
+    for name, text in {
+            "helper_of_mine": "from lib_of_mine import more\nSIZE = 6\n",
+            "lib_of_mine/more": "three = 3\n", "prompts": "",
+            "1": "import prompts\ndef f(batch): pass\n",
+            "2": "if True:\n  from prompts import mine\ndef f(batch): pass\n",
+            "other/helper_of_mine": "SIZE = 7\n",
+            "other/mine": "import helper_of_mine\ndef f(batch): pass\n"}.items():
+        tiny.write(tmp_path / f"{name}.py", text)
     tiny.write(tmp_path / "rewards.py", """
 import json, torch
 from grading.expressions import math_answer   # quartet's
@@ -52,36 +49,30 @@ def f(batch):
 """)
     (_, _, reward), = reward_terms("rewards.py:f", folder=str(tmp_path))
     assert reward(BATCH) == [6, 3, 1]
-    tiny.write(tmp_path / "prompts.py", "")
-    for number, line in enumerate(("import prompts", "  from prompts import mine")):
-        tiny.write(tmp_path / f"{number}.py", f"if True:\n  {line}\ndef f(batch): pass\n")
-        with pytest.raises(BadInput, match="rename .*/prompts.py"):
-            reward_terms(f"{number}.py:f", folder=str(tmp_path))
-    # in another folder: it would get the helper of the first one
-    os.mkdir(tmp_path / "other")
-    tiny.write(tmp_path / "other/helper_of_mine.py", "SIZE = 7\n")
-    tiny.write(tmp_path / "other/mine.py", "import helper_of_mine\ndef f(batch): pass\n")
-    with pytest.raises(BadInput, match="rename .*other/helper_of_mine.py"):
-        reward_terms("mine.py:f", folder=str(tmp_path / "other"))
+    # a file in another folder would get the helper of the first one
+    for file, helper in (("1", "prompts"), ("2", "prompts"), ("other/mine", "helper_of_mine")):
+        with pytest.raises(BadInput, match=f"rename .*/{os.path.dirname(file)}/?{helper}.py"):
+            reward_terms(f"{file}.py:f", folder=str(tmp_path))
 
 
-def test_tensors_arrays_lists_and_none_are_scores(called):
-    for returned in (
-            [1, 2.5, True], (1, 2.5, True), np.array([1, 2.5, 1], dtype=np.float16),
-            torch.tensor([1, 2.5, 1], dtype=torch.bfloat16, requires_grad=True),
-            [torch.tensor(1), np.float32(2.5), np.int64(1)]):
-        assert called(returned) == [1, 2.5, 1]
-    given = called([1, None, np.float32(2)])  # None: it does not apply
+NUMBERS = [  # what a rule may return for 1, 2.5, 1
+    [1, 2.5, True], (1, 2.5, True), np.array([1, 2.5, 1], dtype=np.float16),
+    torch.tensor([1, 2.5, 1], dtype=torch.bfloat16, requires_grad=True),
+    [torch.tensor(1), np.float32(2.5), np.int64(1)]]
+NO_NUMBERS = [  # and what it may not: a part of the line
+    ([1, 2], r"\[1, 2\]"), (None, "NoneType"), (torch.ones(3, 1), r"\(3, 1\)"),
+    (torch.tensor(3.0), "float"), ([1, float("nan"), 2], "'two'"), ([None, "1", 3], "'1'"),
+    ([10**400, 1, 2], "'one'"), ([1, 2, float("inf")], "'7\\?'"), ([1e39, 1, 2], "'one'")]
+
+
+def test_scores_are_numbers_and_other_values_stop_the_run():
+    for returned in NUMBERS:
+        assert as_scores("mine", returned, BATCH) == [1, 2.5, 1]
+    given = as_scores("mine", [1, None, np.float32(2)], BATCH)  # None: it does not apply
     assert given[0] == 1 and given[1] != given[1] and given[2] == 2
-
-
-def test_other_values_stop_the_run_by_name(called):
-    for returned, part in (
-            ([1, 2], r"\[1, 2\]"), (None, "NoneType"), (torch.ones(3, 1), r"\(3, 1\)"),
-            (torch.tensor(3.0), "float"), ([1, float("nan"), 2], "'two'"), ([None, "1", 3], "'1'"),
-            ([10**400, 1, 2], "'one'"), ([1, 2, float("inf")], "'7\\?'"), ([1e39, 1, 2], "'one'")):
+    for returned, part in NO_NUMBERS:
         with pytest.raises(Stop, match=f"^reward 'mine' .*{part}") as e:
-            called(returned)
+            as_scores("mine", returned, BATCH)
         assert "\n" not in str(e.value)
 
 
@@ -160,17 +151,13 @@ def test_a_rule_that_hangs_is_ended(name, tmp_path):
 
 def test_what_never_looks_for_signals_ends_the_process(tmp_path):
     """Nothing is saved then; the dump has the line."""
-    tiny.write(tmp_path / "mine.py", FOREVER)
-    program = f"""if True:
-        import sys
-        sys.path.insert(0, {tiny.ROOT!r})
-        from options import foreign_rewards, time_limit
+    def before(rank):
         time_limit.LAST_RESORT = 0.5
-        reward = foreign_rewards.load_reward("mine.py:locks", ".", "")
-        reward(dict(rows=[], completions=[], seconds=0.5))"""
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True,
-                            text=True)
-    assert result.returncode == 1 and "mine.py" in result.stderr, result
+        reward = load_reward(f"{tiny.write('mine.py', FOREVER)}:locks", ".", "")
+        reward(dict(rows=[], completions=[], seconds=0.5))
+
+    done = tiny.Started("", [], str(tmp_path), before=before).wait()
+    assert done.codes == [1] and "mine.py" in done.err[0] and "Stop" not in done.err[0], done
 
 
 TRL = """

@@ -1,23 +1,22 @@
 """options/sources.py: rows of CSV, parquet, JSON, data sets of the hub; mixes, their shares."""
-import csv
 import gzip
 import json
-import os
 from collections import Counter
+from statistics import fmean
 
 import pytest
 import torch
 from tiny import jsonl, keys_of, read_jsonl, well, write
 
 from errors import BadInput
-from options.sources import figures_by_source, files_in, name_sources
+from options.sources import figures_by_source, files_in, name_sources, names_of
 from prompts import Rows, batch_rows, encode_rows, prompt_row, read_rows
 
 ROWS = [dict(prompt="a\nb", answer="02"), dict(prompt='é, "c"', answer="NA"),
         dict(prompt="x", answer="0.10")]
 
 
-def test_tables_keep_their_texts(world, tmp_path):
+def test_tables_keep_their_texts(tmp_path):
     """
     02, NA and 0.10 stay as they are, and so do newlines, quotes and commas. Margins and confidences
     of pairs are numbers, an empty one is none.
@@ -30,14 +29,11 @@ def test_tables_keep_their_texts(world, tmp_path):
     (tmp_path / "B.CSV").write_bytes((tmp_path / "a.csv").read_bytes())
     for name in ("a.csv", "B.CSV", "a.json", "a.jsonl.gz"):
         assert read_rows(f"{tmp_path}/{name}", prompt_row) == ROWS
-    pairs = world.rows["pairs_train"]
-    with open(tmp_path / "pairs.csv", "w", newline="", encoding="utf-8") as f:
-        table = csv.DictWriter(f, ["prompt", "chosen", "rejected", "margin", "confidence"])
-        table.writeheader()
-        table.writerows(pairs)
-    assert {len(row) for row in pairs} == {3, 5}
-    assert [{name: x for name, x in row.items() if x is not None}
-            for row in read_rows(f"{tmp_path}/pairs.csv", dict)] == pairs
+    pairs = write(tmp_path / "pairs.csv", "prompt,chosen,rejected,margin,confidence\n"
+                                          "a,2,1,0.5,1\na,b,c,,\n")
+    assert read_rows(pairs, dict) == [
+        dict(prompt="a", chosen="2", rejected="1", margin=0.5, confidence=1.0),
+        dict(prompt="a", chosen="b", rejected="c", margin=None, confidence=None)]
 
 
 def test_parquet(tmp_path):
@@ -53,27 +49,26 @@ def test_parquet(tmp_path):
         ("a", "02", 0.1, 0.1), ("b", "3", 2.5, None)]
 
 
-def test_data_sets_in_the_layout_of_the_hub(tmp_path):
-    for place in ("main/train-00000-of-00002", "main/train-00001-of-00002", "main/test",
-                  "socratic/train", "main/train_sft-0"):
-        os.makedirs((tmp_path / place).parent, exist_ok=True)
-        jsonl(f"{tmp_path}/{place}.jsonl", [dict(prompt=place)])
-
-    def prompts(spec):
-        return [row["prompt"] for row in read_rows(f"hf:{tmp_path}:{spec}", prompt_row)]
-
-    assert prompts("main:train") == ["main/train-00000-of-00002", "main/train-00001-of-00002"]
-    assert prompts("test") == ["main/test"] and prompts("socratic:train") == ["socratic/train"]
-    assert prompts("train_sft") == ["main/train_sft-0"]
-    for spec, word in (("train", "main"), ("main:dev", "dev"), ("a:b:c:d", "hf:NAME:SPLIT")):
-        with pytest.raises(BadInput, match=word):
-            prompts(spec)
-
-
 def empty_files(folder, names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
+
+
+def test_data_sets_in_the_layout_of_the_hub(tmp_path):
+    """A folder and a split that are asked for by name, whatever their names are."""
+    empty_files(tmp_path, [f"{name}.jsonl" for name in (
+        "main/train-00000-of-00002", "main/train-00001-of-00002", "main/test", "socratic/train",
+        "main/train_sft-0", "a/train", "a/exam", "a/val", "dev/train", "dev/main_test")])
+    for spec, names in (("main:train", "main/train-00000-of-00002 main/train-00001-of-00002"),
+                        ("test", "main/test"), ("socratic:train", "socratic/train"),
+                        ("train_sft", "main/train_sft-0"), ("a:train", "a/train"),
+                        ("a:exam", "a/exam"), ("val", "a/val"), ("dev:train", "dev/train")):
+        assert files_in(f"hf:{tmp_path}:{spec}") == [
+            f"{tmp_path}/{name}.jsonl" for name in names.split()]
+    for spec, word in (("train", "main"), ("main:dev", "dev"), ("a:b:c:d", "hf:NAME:SPLIT")):
+        with pytest.raises(BadInput, match=word):
+            files_in(f"hf:{tmp_path}:{spec}")
 
 
 @pytest.mark.parametrize("held_out, names", [
@@ -100,21 +95,6 @@ def test_a_set_without_splits_has_no_held_out_file(tmp_path, held_out, names):
     assert all((f" {name}" in told) == (held_out == 2) for name in names[:-1])
 
 
-def test_what_is_asked_for_by_name_is_read(tmp_path):
-    """Of train and test beside each other the one that is asked for; a folder that is named."""
-    empty_files(tmp_path, ["a/train.json", "a/test.json", "a/val.csv", "dev/train.jsonl",
-                           "dev/main_test.json"])
-    for split, name in (("a:train", "a/train.json"), ("a:test", "a/test.json"),
-                        ("val", "a/val.csv"), ("dev:train", "dev/train.jsonl")):
-        assert files_in(f"hf:{tmp_path}:{split}") == [f"{tmp_path}/{name}"]
-
-
-def drawn(rows, places):
-    """The rows at the first places, in batches of 7; how often each is there."""
-    return Counter(rows[i]["prompt"] for iteration in range(places // 7)
-                   for i in batch_rows(5, iteration, 7, rows))
-
-
 def test_rows_that_are_dropped_leave_the_mix(tmp_path):
     """The other rows of their source take their places."""
     jsonl(tmp_path / "0.jsonl", [dict(prompt="long"), dict(prompt="a"), dict(prompt="b")])
@@ -123,7 +103,8 @@ def test_rows_that_are_dropped_leave_the_mix(tmp_path):
     encode_rows(rows, lambda rows: [list(map(ord, r["prompt"])) for r in rows], 2, "drop",
                 lambda ids: ids[:2])
     assert [row["prompt"] for row in rows] == ["a", "b", "c"]
-    assert drawn(rows, 56) == dict(a=7, b=7, c=42)
+    drawn = [rows[i]["prompt"] for iteration in range(8) for i in batch_rows(5, iteration, 7, rows)]
+    assert Counter(drawn) == dict(a=7, b=7, c=42)
 
 
 def test_bad_files_name_the_place(tmp_path):
@@ -161,14 +142,13 @@ def test_figures_by_source_by_hand():
         wanted | {"x/reward/u/a": 1, "x/reward/u/b": 2.5})
 
 
-def names(sources):
-    rows = Rows(dict(prompt="x") | ({} if x is ... else dict(source=x)) for x in sources)
-    name_sources(rows, "f")
-    return list(rows.sources)
-
-
 def test_names_of_sources():
     """One word without a slash; rows without a name; two that would get one name."""
+    def names(sources):
+        rows = Rows(dict(prompt="x") | ({} if x is ... else dict(source=x)) for x in sources)
+        name_sources(rows, "f")
+        return list(rows.sources)
+
     assert names(["gsm8k", "a/b, c", " x ", "", None, ["x"], ..., "Ä数", 7, 0.5, "7", True]) == [
         "gsm8k", "a-b--c", "x", "other", "other", "other", "other", "Ä数", "7", "0.5", "7", "True"]
     first, second, third = names(["a" * 200 + "1", "a" * 200 + "2", "a" * 40 + "b" * 160])
@@ -179,36 +159,28 @@ def test_names_of_sources():
 
 
 @pytest.mark.parametrize("paths, wanted", [
-    ("d/gsm8k/rl_train.jsonl,d/math/rl_train.jsonl", "gsm8k math"),
-    ("hard_val.jsonl,0.5*easy_val.jsonl", "hard easy"), ("m.jsonl,m_hard.jsonl", "m m_hard"),
-    ("a.jsonl,a.jsonl", "a a"), ("a.jsonl,a.json", "a.jsonl a.json"),
-    ("hf:o/gsm8k:main:train,hf:o/math:train", "gsm8k_main math"), ("a.jsonl", "")])
-def test_sources_are_named_by_what_differs_in_their_paths(tmp_path, monkeypatch, paths, wanted):
-    monkeypatch.chdir(tmp_path)
-    for path in paths.split(","):
-        path = path.rpartition("*")[2]
-        if path.startswith("hf:"):
-            path = path[3:].replace(":", "/") + ".jsonl"
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        write(path, '[{"prompt": "x"}]' if path.endswith(".json") else '{"prompt": "x"}')
-    assert [row.get("source", "") for row in read_rows(paths, prompt_row)] == wanted.split(" ")
+    ("d/gsm8k/rl_train.jsonl d/math/rl_train.jsonl", "gsm8k math"),
+    ("hard_val.jsonl easy_val.jsonl", "hard easy"), ("m.jsonl m_hard.jsonl", "m m_hard"),
+    ("a.jsonl", "a"), ("a.jsonl a.json", "a.jsonl a.json"),
+    ("hf:o/gsm8k:main:train hf:o/math:train", "gsm8k_main math")])
+def test_sources_are_named_by_what_differs_in_their_paths(paths, wanted):
+    assert names_of(paths.split()) == dict(zip(paths.split(), wanted.split(), strict=True))
 
 
-def grouped(lines, source_of):
-    """{"metric/source": mean} of the lines of samples.jsonl or rollouts.jsonl of an iteration."""
+def assert_figures(record, prefix, lines, source_of):
+    """
+    The figures by source of a record are the means of the lines of samples.jsonl, or of
+    rollouts.jsonl, of its iteration.
+    """
     found = {}
     for line in lines:
-        for name, x in (line["scores"] | dict(
-                length=line["length"], finished=line["finished"])).items():
-            if name != "kl":
-                found.setdefault(f"{name}/{source_of(line['row'])}", []).append(x)
-    return {name: sum(numbers) / len(numbers) for name, numbers in found.items()}
-
-
-def by_source(record, prefix):
-    """The figures by source of a record."""
-    return {name.removeprefix(f"{prefix}/"): x for name, x in record.items()
-            if name.startswith(f"{prefix}/") and name.count("/") == 2 + ("/reward/" in name)}
+        if line["iteration"] == record["iteration"]:
+            for name, x in (line["scores"] | dict(
+                    length=line["length"], finished=line["finished"])).items():
+                found.setdefault(f"{prefix}/{name}/{source_of(line['row'])}", []).append(x)
+    assert {name: x for name, x in record.items() if name.startswith(f"{prefix}/")
+            and name.count("/") == 2 + ("/reward/" in name)} == pytest.approx(
+        {name: fmean(numbers) for name, numbers in found.items() if "/kl/" not in name}, abs=1e-9)
 
 
 @pytest.mark.parametrize("script, more", [
@@ -235,13 +207,9 @@ def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
     samples, rollouts = (read_jsonl(f"{out}/{kind}.jsonl") for kind in ("samples", "rollouts"))
     prefix = "trained" if "max_refills" in more else "objective"
     for record in log:
-        lines = [[line for line in all_lines if line["iteration"] == record["iteration"]]
-                 for all_lines in (samples, rollouts)]
-        assert by_source(record, "eval") == pytest.approx(grouped(
-            lines[0], lambda row: ("p", "é-f-g", "p", "other")[row]), abs=1e-9)
-        assert by_source(record, prefix) == pytest.approx(grouped(
-            lines[1], lambda row: "p" if row < 4 else "q"), abs=1e-9)
-        if lines[1]:  # q has no answers
+        assert_figures(record, "eval", samples, ("p", "é-f-g", "p", "other").__getitem__)
+        assert_figures(record, prefix, rollouts, lambda row: "p" if row < 4 else "q")
+        if "objective/length" in record:  # q has no answers
             assert "objective/accuracy/q" not in record
             assert ("objective/accuracy" in record) == ("objective/length/q" not in record)
     best = max(record["eval/length/é-f-g"] for record in log)
