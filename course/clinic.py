@@ -21,7 +21,7 @@ sys.path[:0] = [path for path in (ROOT, f"{ROOT}/data") if path not in sys.path]
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
 
-from configurator import configure, read_json, write_json  # noqa: E402
+from configurator import configure, read_json, write_json, write_text  # noqa: E402
 from errors import BadInput  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -94,9 +94,12 @@ SYMPTOMS = {
 
 
 def write_reward(folder, kind="right"):
-    with open(f"{folder}/mine.py", "w", encoding="utf-8") as f:
-        f.write("import random\n\n\ndef score(batch):\n    texts, rows = batch['completions'], "
-                f"batch['rows']\n    return {REWARDS[kind]}\n")
+    write_text(f"{folder}/mine.py", "import random\n\n\ndef score(batch):\n    texts, rows = "
+               f"batch['completions'], batch['rows']\n    return {REWARDS[kind]}\n")
+
+
+def write_lines(file, lines):
+    write_text(file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_toy(folder):
@@ -111,9 +114,8 @@ def write_toy(folder):
         right = drawn.random() < (0.95 if thought else 0.2)
         said = row["answer"] if right else str(drawn.randrange(9))
         demonstrations.append(dict(prompt=row["prompt"], completion=thought + said))
-    for name, lines in dict(rl=rows, sft=demonstrations).items():
-        with open(f"{folder}/{name}.jsonl", "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(line) + "\n" for line in lines)
+    write_lines(f"{folder}/rl.jsonl", rows)
+    write_lines(f"{folder}/sft.jsonl", demonstrations)
 
 
 def copy_program(folder, wrong):
@@ -125,8 +127,7 @@ def copy_program(folder, wrong):
     with open(f"{folder}/{file}", encoding="utf-8") as f:
         source = f.read()
     assert source.count(old) == 1, (file, old)
-    with open(f"{folder}/{file}", "w", encoding="utf-8") as f:
-        f.write(source.replace(old, new))
+    write_text(f"{folder}/{file}", source.replace(old, new))
 
 
 def train(program, keys, folder, out):
@@ -200,9 +201,7 @@ def write_page(folder, count, faults):
                      for x in samples[:4] + samples[-8:]]))
     data = json.dumps(dict(patients=rows, letters=letters, faults=faults)).replace("<", "\\u003c")
     with open(f"{ROOT}/course/clinic.html", encoding="utf-8") as f:
-        page = f.read().replace("DATA", data)
-    with open(f"{folder}/clinic.html", "w", encoding="utf-8") as f:
-        f.write(page)
+        write_text(f"{folder}/clinic.html", f.read().replace("DATA", data))
 
 
 def read_answers(file, patients, faults=1):
@@ -274,10 +273,9 @@ if __name__ == "__main__":
                 break
         if wrong:
             key = dict(seed=seed, faults=faults, patient=patient, mend=keys)
-        lines = [{name: x for name, x in line.items() if not name.endswith("/lr")}
-                 for line in lines_of(f"{room}/log.jsonl")]
-        with open(f"{room}/log.jsonl", "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(line) + "\n" for line in lines)
+        write_lines(f"{room}/log.jsonl", [
+            {name: x for name, x in line.items() if not name.endswith("/lr")}
+            for line in lines_of(f"{room}/log.jsonl")])
         print(f"patient {patient}: {room}", flush=True)
     write_reward(out_dir)
     train(ROOT, key["mend"], out_dir, "sound")
