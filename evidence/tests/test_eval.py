@@ -14,22 +14,18 @@ from types import SimpleNamespace
 
 import errors
 import pytest
-from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
+from load import load
+from ranks import choose_device
+from tiny import (Started, assert_one_line, jsonl, keys_of, keys_of_system, read_jsonl, run,
+                  said_by, typed, well, write)
 from tools.runs import ASKED, JUDGED, as_in_run, estimate, system_message_of
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
 
-def tool(name, folder, keys, ranks=1, stdin=""):
-    """A tool, called in the folder."""
-    os.makedirs(folder, exist_ok=True)
-    with open(f"{folder}/stdin", "w") as f:
-        f.write(stdin)
-
-    def before(rank):
-        sys.stdin = open("stdin")
-
-    return Started(f"tools/{name}.py", typed(keys), str(folder), ranks, before).wait()
+def tool(name, folder, keys):
+    """A tool, called in the folder, which may refuse."""
+    return Started(f"tools/{name}.py", typed(keys), str(folder)).wait()
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +39,11 @@ def keys(world):
 
 
 def evaluated(folder, keys, ranks=1):
-    """What tools/eval.py has left in the folder."""
-    result = tool("eval", folder, keys, ranks)
-    assert result.codes == [0] * ranks and "saved" not in "".join(result.out[1:]), result
+    """What tools/eval.py has left in the folder, and what rank 0 has printed."""
+    said = said_by("tools/eval.py", folder, keys, ranks=ranks)
     with open(f"{folder}/eval.json") as f:
-        return SimpleNamespace(**json.load(f), records=read_jsonl(f"{folder}/eval.jsonl"))
+        return SimpleNamespace(**json.load(f), said=said,
+                               records=read_jsonl(f"{folder}/eval.jsonl"))
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +91,10 @@ def test_the_interval_of_a_share():
 
 def test_no_figure_is_printed_without_its_interval(keys, tmp_path):
     """Of one prompt: nothing is right, which is no 0 without a doubt; a length has no error."""
-    result = tool("eval", tmp_path, keys | dict(
-        reward_functions="accuracy,length", samples=2, reward_path="", limit=1))
-    lines = re.findall(r"^((?:greedy|sampled) .*?)  +(\S.*)$", result.out[0], re.MULTILINE)
-    assert len(lines) >= 10 and result.codes == [0], result
+    said = evaluated(tmp_path, keys | dict(reward_functions="accuracy,length", samples=2,
+                                           reward_path="", limit=1)).said
+    lines = re.findall(r"(?m)^((?:greedy|sampled) .*?)  +(\S.*)$", said)
+    assert len(lines) >= 10
     for name, cells in lines:
         either = r"-?[\d.]+ (±([\d.]+|\?)|\([\d.]+ to [\d.]+\))"
         assert re.fullmatch(rf"{either} +{either}", cells), (name, cells)
@@ -147,6 +143,7 @@ def test_two_ranks_find_the_same(done, keys, tmp_path):
     for a, b in zip(done.records, evaluated(tmp_path, keys, 2).records, strict=True):
         assert a | dict(scores=0) == b | dict(scores=0)
         assert a["scores"] == pytest.approx(b["scores"], abs=1e-5)
+    assert "saved" not in (tmp_path / "stdout-1").read_text()
 
 
 def test_right_answers_are_counted(done, keys, world, tmp_path):
@@ -200,13 +197,12 @@ def test_zeros_and_empty_keys_of_runs_are_theirs(tmp_path, capsys):
 
     none = dict(seed=0, eval_path="", fields="", max_prompt_tokens=0, stop_strings="")
     some = dict(seed=5, eval_path="e.jsonl", fields="", stop_strings="x")
-    assert asked(one=none) == dict(seed=0, prompts_path="", fields="", max_prompt_tokens=0,
-                                   stop_strings="")
+    empty = dict(seed=0, prompts_path="", fields="", max_prompt_tokens=0, stop_strings="")
+    assert asked(one=none) == empty
     assert asked(one=dict(seed=3, fields="a>prompt", val_path="v.jsonl")) == dict(
         seed=3, fields="a>prompt")  # of sft.py: it has no eval_path
     capsys.readouterr()
-    assert asked(one=none, two=some) == asked(one=none) | dict(
-        prompts_path="e.jsonl", stop_strings="x")
+    assert asked(one=none, two=some) == empty | dict(prompts_path="e.jsonl", stop_strings="x")
     said = capsys.readouterr().out  # one seed for all of them
     assert "two/config.json" in said and "seed=5" in said and "stop_strings" not in said
 
@@ -252,74 +248,68 @@ def test_samples_with_scores(world, trained, tmp_path):
     """Of a file, with the score of a reward model; of standard input; with an environment."""
     keys = dict(policy_path=world.policy, max_new_tokens=6, device_type="cpu")
     some = keys | dict(prompts=world.rl_train, limit=2, samples=3)
-    said, plain = (tool("sample", tmp_path, some | more).out[0].split("\n> ")[1:] for more in (
+    said, plain = (said_by("tools/sample.py", tmp_path, some | more).split("\n> ")[1:] for more in (
         dict(reward_path=world.reward, rollout_batch_size=4), {}))
     assert [line.split("\n")[0] for line in said] == ["a", "abc"]
     assert [len(re.findall(r"\(score -?\d+\.\d\d\)", line)) for line in said] == [3, 3]
     # the noise is the prompt's
     assert plain == [re.sub(r"   \(score .*?\)", "", line) for line in said]
-    result = tool("sample", tmp_path, keys | dict(temperature=0.0), stdin="a\n\nabc\n")
+    stdin = write(tmp_path / "stdin", "a\n\nabc\n")
+
+    def before(rank):
+        sys.stdin = open(stdin)
+
+    said = said_by("tools/sample.py", tmp_path, keys | dict(temperature=0.0), before=before)
     keys_said = r"command line:.*\n(    .*\n)*"  # in as many lines as they need
-    assert result.codes == [0] and re.sub(keys_said, "", result.out[0]).count("\n") == 2, result
-    result = tool("sample", tmp_path, dict(
+    assert re.sub(keys_said, "", said).count("\n") == 2, said
+    assert "[user: x]" in said_by("tools/sample.py", tmp_path, dict(
         policy_path=f"{trained}/policy", prompt="dddd", trust_code=True))
-    assert result.codes == [0] and "[user: x]" in result.out[0], result
 
 
 def test_what_is_next_works_when_it_is_typed(world, tmp_path):
     """As it stands; and in a folder with a blank."""
-    chats = [dict(ask="a", good="b", bad="ccccc")] * 4
+    small, pairs = f"{tmp_path}/small out/policy", [dict(ask="a", good="b", bad="ccccc")] * 4
     scratch = dict(init_from="scratch", context=9, tokenizer_path=world.policy, max_iters=1,
                    train_path=jsonl(tmp_path / "sft.jsonl", [dict(prompt="1+", completion="3")]))
-    small = f"{tmp_path}/small out/policy"
-    for number, (script, keys, first, more) in enumerate([
+    talks = keys_of(world, "grpo.py", environment=f"{world.rules}:talks", max_iters=1,
+                    max_new_tokens=9)
+    scores = dict(init_from=small, train_path=jsonl(tmp_path / "pairs.jsonl", pairs), max_iters=1,
+                  batch_size=4, fields="ask>prompt,good>chosen,bad>rejected")
+    for script, keys, said, more in (
             ("sft.py", scratch | dict(out_dir="../small out"), "", dict(
                 prompt="12345", max_new_tokens=4)),
-            ("grpo.py", keys_of(world, "grpo.py", environment=f"{world.rules}:talks", max_iters=1,
-                                max_new_tokens=9), "", dict(prompt="a")),
-            ("rm.py", dict(init_from=small, train_path=jsonl(tmp_path / "p.jsonl", chats),
-                           max_iters=1, batch_size=4, fields="ask>prompt,good>chosen,bad>rejected"),
-             "--max_new_tokens=8", dict(batch_size=2, max_iters=1))]):
-        folder = tmp_path / str(number)
-        done = Started(script, typed(dict(out_dir="out", device_type="cpu") | keys), folder).wait()
-        assert done.codes == [0], done
+            ("grpo.py", talks, "", dict(prompt="a")),
+            ("rm.py", scores, "--max_new_tokens=8", dict(batch_size=2, max_iters=1))):
+        folder = tmp_path / script
+        done = run(script, folder, dict(device_type="cpu") | keys)
         python, program, *argv = shlex.split(done.out[0].splitlines()[-1].partition("next: ")[2])
-        assert python == "python" and first in " ".join(argv)
+        assert done.codes == [0] and python == "python" and said in " ".join(argv), done
         program = os.path.normpath(os.path.join(folder, program))
-        result = Started(program, [*argv, *typed(more)], folder).wait()
-        assert result.codes == [0], (program, argv, result)
-        if script == "sft.py":
-            result = tool("sample", folder, dict(policy_path=small, prompt="1" * 9))
-            assert_one_line(result, "sample.py", "max_new_tokens=48 in a context of 9")
+        said_by(program, folder, [*argv, *typed(more)])
+    result = tool("sample", tmp_path, dict(policy_path=small, prompt="1" * 9))
+    assert_one_line(result, "sample.py", "max_new_tokens=48 in a context of 9")
 
 
 def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
     """It would leave a file. What is typed is the user's own, and is run."""
     evil = write(tmp_path / "evil.py", f"open({str(tmp_path / 'ran')!r}, 'w')\n"
                  "def f(*_, **__): return None\n")
-    clean, sent = tmp_path / "clean", tmp_path / "sent"
-    for folder in clean, sent:
-        shutil.copytree(world.policy, folder / "policy")
-        write(folder / "config.json", json.dumps(dict(out_dir="out", max_new_tokens=4)))
+    sent = tmp_path / "sent"
+    shutil.copytree(world.policy, sent / "policy")
     tools = dict(sample=dict(policy_path=f"{sent}/policy", prompt="a"), eval=dict(
         prompts_path=world.rl_val, out="eval", policies=f"{world.policy},{sent}/policy"))
-    for key, value, *names in (
-            ("environment", f"{evil}:f", "eval", "sample"), ("tools", evil, "sample"),
-            ("reward_functions", f"a, 0.5 * {evil}:f", "eval"),
-            ("environment", os.path.relpath(f"{evil}:f", tmp_path), "sample"),
-            ("environment", [f"{evil}:f"], "eval")):
+    for name, key, value in (
+            ("sample", "environment", os.path.relpath(f"{evil}:f", tmp_path)),
+            ("eval", "reward_functions", f"a, 0.5 * {evil}:f")):
         write(sent / "config.json", json.dumps({"out_dir": "out", key: value}))
-        for name in names:
-            more = dict(trust_code=False) if value == evil else {}
+        for more in ({}, dict(trust_code=False)):
             assert_one_line(tool(name, tmp_path, tools[name] | more), f"{name}.py",
                             f"{sent}/config.json", "evil.py", key, "--trust_code=True")
         assert not os.path.exists(tmp_path / "ran"), (key, value)
-        own = as_in_run([f"--{key}=mine.py:f"], "policies", f"{sent}/policy", ASKED | JUDGED)
-        assert own == {}
+        assert as_in_run([f"--{key}=mine.py:f"], "policies", f"{sent}/policy", ASKED | JUDGED) == {}
     write(sent / "config.json", json.dumps(dict(out_dir="out", optim=f"{evil}:f")))  # of no use
-    assert as_in_run([], "policies", f"{sent}/policy", ASKED | JUDGED) == {}
-    assert tool("sample", tmp_path, dict(
-        policy_path=f"{clean}/policy", prompt="a", environment=f"{evil}:f")).codes == [0]
+    said_by("tools/sample.py", tmp_path, tools["sample"] | dict(
+        max_new_tokens=4, environment=f"{evil}:f"))
     assert os.path.exists(tmp_path / "ran")
 
 
@@ -335,16 +325,14 @@ def test_whatever_a_folder_raises_is_a_line_with_its_name(world, tmp_path, of, f
     sent = shutil.copytree(getattr(world, of), tmp_path / "sent")
     known = json.loads((sent / file).read_text()) if (sent / file).exists() else {}
     write(sent / file, json.dumps(known | {key: value}))
-    keys = dict(policy_path=world.policy, prompt="a", max_new_tokens=3) | {f"{of}_path": str(sent)}
-    result = tool("sample", tmp_path, keys)
-    lines = [line for line in result.err[0].splitlines() if "panicked" not in line]
-    assert result.codes == [2] and "Traceback" not in result.err[0], result
-    assert str(sent) in lines[-1] and lines[-1].startswith("sample.py: error"), result
+    with pytest.raises(errors.BadInput, match=str(sent)):
+        load(str(sent), of, keys_of_system(dtype="float64"), choose_device("cpu"),
+             "lm" if of == "policy" else "scalar")
 
 
 def test_no_text_reaches_the_terminal_as_a_command(world, tmp_path):
     """Of a prompt, a name of a folder, an error."""
-    for said in (r"\x1b]0;title\x07", r"a\rb\x08\x00", r"\x9b31m\x85\x7f", r"\x0b\x0c",
+    for said in (r"\x1b]0;title\x07", r"a\rb\x08\x00", r"\x9b31m\x85\x7f\x0b\x0c",
                  r"\u202eevil\u2066\u200f", r"\u2028", r"\ud800"):
         assert errors.visible(ast.literal_eval(f"'{said}'")) == said
     for text in ("a\n\tb \\x1b", "é漢\u3000字👩\u200d👧\xa0\u200cف"):
