@@ -8,27 +8,21 @@ import signal
 import time
 
 import torch
-from test_reliability import patched
-from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well
+from small_world import rooms_of, wrap
+from tiny import ROOT, assert_one_line, assert_same_run, at, keys_of, read_log, run, well
 
 THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
 
 
-def ahead_of(action):
-    """A change for `patched`: before a call comes the action, of its arguments."""
-    return lambda original: lambda *args, **how: (action(*args, **how), original(*args, **how))[1]
+def notes_samples(rank, then=lambda purpose: None):
+    """For `before`: order-RANK gets the purpose and the iteration of all that a rank samples."""
+    def sampled(*args):
+        _, purpose, iteration = args[3]
+        with open(f"order-{rank}", "a") as f:
+            print(purpose, iteration, end=", ", file=f)
+        then(purpose)
 
-
-def after(action):
-    """A change for `patched`: behind a call comes the action, of its result and arguments."""
-    def change(original):
-        def changed(*args):
-            action(result := original(*args), *args)
-            return result
-
-        return changed
-
-    return change
+    wrap(rooms_of(ROOT), "sample_batch", first=sampled)
 
 
 def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_path):
@@ -38,11 +32,7 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
     have gradients where they are trained, and memory where they are in use.
     """
     def before(rank):
-        def sampled(*args, **how):
-            with open(f"order-{rank}", "a") as f:
-                print(*args[3][1:], end=", ", file=f)  # the purpose, the iteration
-
-        def appended(out, name, records, **how):
+        def appended(out, name, records):
             end = time.time() + 60
             while name == "log.jsonl" and records[0]["iteration"] == 0 and not (
                     os.path.exists("order-1") and "rollout 1" in open("order-1").read()):
@@ -53,15 +43,15 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
             with open(f"holds-{rank}", "a") as f:
                 f.write(f"{any(not p.is_meta for p in model.parameters())} {len(buffers)}, ")
 
-        patched("parallel", "flatten_gradients", after(tell))(rank)
-        patched("rollout", "sample_batch", ahead_of(sampled))(rank)
-        patched("run", "append", ahead_of(appended))(rank)
+        notes_samples(rank)
+        wrap(rooms_of(ROOT), "flatten_gradients", then=tell)
+        wrap(rooms_of(ROOT), "append", first=appended)
 
-    well("ppo.py", tmp_path, keys_of(world, "ppo.py", roles=THREE, staleness=1), ranks=3,
-         before=before)
-    order = [(tmp_path / f"order-{rank}").read_text() for rank in range(3)]
+    keys = keys_of(world, "ppo.py", roles=THREE, staleness=1)
+    well("ppo.py", tmp_path, keys, ranks=3, before=before)
+    order, held = ([(tmp_path / f"{name}-{rank}").read_text() for rank in range(3)]
+                   for name in ("order", "holds"))
     assert order == ["eval 0, " * 3] + ["rollout 0, rollout 1, rollout 2, "] * 2
-    held = [(tmp_path / f"holds-{rank}").read_text() for rank in range(3)]
     assert held == ["True 1, True 1, ", "True 0, False 0, ", "False 0, False 0, "]
 
 
@@ -71,25 +61,17 @@ def test_the_zero_of_a_reward_model_costs_no_batch(world, tmp_path):
     A run that is stopped in this evaluation, where it knows the shift, ends in the same bits. (What
     the shift is: test_by_hand_options.py.)
     """
-    def noted(stop):
-        def before(rank):
-            def sampled(*args, **how):
-                with open(f"order-{rank}", "a") as f:
-                    print(*args[3][1:], end=", ", file=f)  # the purpose, the iteration
-                if stop and rank == 0 and args[3][1] == "eval":
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-            patched("rollout", "sample_batch", ahead_of(sampled))(rank)
-
-        return before
+    def stops(rank):
+        notes_samples(rank, lambda purpose: (
+            os.kill(os.getpid(), signal.SIGTERM) if purpose == "eval" and rank == 0 else None))
 
     own = keys_of(world, "ppo.py", reward_path=world.uncentered, roles=THREE, staleness=1)
-    whole = well("ppo.py", tmp_path / "whole", own, ranks=3, before=noted(False))
+    whole = well("ppo.py", tmp_path / "whole", own, ranks=3, before=notes_samples)
     order = [(tmp_path / "whole" / f"order-{rank}").read_text() for rank in range(3)]
     assert order[0].startswith("rollout 0, eval 0, ")
     # a scorer asks for the batch, too, and receives it
     assert "".join(order[:2]).count("rollout 0, ") == 1
-    assert run("ppo.py", tmp_path, own, ranks=3, before=noted(True)).codes == [0] * 3
+    assert run("ppo.py", tmp_path, own, ranks=3, before=stops).codes == [0] * 3
     assert not os.path.exists(tmp_path / "out/log.jsonl")
     assert_same_run(whole, well("ppo.py", tmp_path, own, ranks=3), ("policy", "value_model"))
 
@@ -117,6 +99,6 @@ def test_a_copy_that_differs_ends_the_run(world, tmp_path):
             t.view(-1)[0] += 1e-9
 
     own = keys_of(world, "grpo.py", roles=THREE, max_iters=1, reward_timeout=30)
-    result = run("grpo.py", tmp_path, own, ranks=3,
-                 before=patched("parallel", "copy_into", after(drift), rank=1))
+    result = run("grpo.py", tmp_path, own, ranks=3, before=lambda rank: (
+        rank == 1 and wrap(rooms_of(ROOT), "copy_into", then=drift)))
     assert 0 not in result.codes and "policy, parameter" in result.err[1], result
