@@ -15,64 +15,46 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import errors
+import parallel
 from checkpoint import hash_of_model, list_checkpoints
-from tiny import (ROOT, RULES, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
+from small_world import rooms_of, wrap
+from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
                   of_copy, read_jsonl, read_log, run, save_random, well, write)
 
 
-def patched(module, name, change, rank=None):
-    """For `before`: change(original) takes the place of module.name, on one rank or on all."""
-    def before(mine):
-        if rank in (None, mine):
-            there = __import__(module)
-            setattr(there, name, change(getattr(there, name)))
-
-    return before
-
-
-def once(iteration, action):
-    """A change for `patched`: the action comes before the call of this number, from 0."""
-    def change(original):
-        calls = iter(range(iteration))
-
-        def changed(*args, **how):
-            if next(calls, None) is None:
-                action()
-            return original(*args, **how)
-
-        return changed
-
-    return change
+def on(rank, name, first):
+    """For `before`: on this rank first(*args) comes before each call of a room's function."""
+    return lambda mine: mine == rank and wrap(rooms_of(ROOT), name, first)
 
 
 # ranks that start
 
 
-def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
+@pytest.mark.parametrize("typed, file, old, new", [
+    (["--kl_coef=0.4"], "rules.py", "", ""), ([], "val.jsonl", "}", ', "level": 1}'),
+    ([], "rules.py", "import os", "import os, re")])
+def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path, typed, file, old, new):
     """Other keys on one rank, another field of a held-out row, another file of a rule."""
-    keys = keys_of(world, "grpo.py")
-    result = run("grpo.py", tmp_path / "keys", keys, ranks=2,
-                 before=lambda rank: sys.argv.extend(["--kl_coef=0.4"] * rank))
-    assert_one_line(result, "grpo.py", "on rank 1", "other settings")
-    for name, change in (("val.jsonl", lambda text: text.replace("}", ', "level": 1}', 1)),
-                         ("rules.py", lambda text: text + "MORE = 1\n")):
-        folder = tmp_path / name
-        for place in "0", "1":  # the same relative paths on each host
-            os.makedirs(folder / place)
-            for file, text in {"val.jsonl": open(world.rl_val).read(), "rules.py": RULES}.items():
-                write(folder / place / file, change(text) if (file, place) == (name, "1") else text)
-        result = run("grpo.py", folder, keys | dict(
-            eval_path="val.jsonl", reward_functions="rules.py:letters", out_dir=f"{folder}/out"),
-            ranks=2, before=lambda rank, folder=folder: os.chdir(folder / str(rank)))
-        assert_one_line(result, "grpo.py", "on rank 1", "other settings, rows")
+    def before(rank):
+        os.chdir(str(rank))  # the same relative paths on each host
+        sys.argv += typed * rank
+
+    for host in "0", "1":
+        os.mkdir(tmp_path / host)
+        shutil.copy(world.rl_val, tmp_path / host / "val.jsonl")
+        shutil.copy(world.rules, tmp_path / host / "rules.py")
+    write(tmp_path / "1" / file, (tmp_path / "1" / file).read_text().replace(old, new, 1))
+    keys = keys_of(world, "grpo.py", eval_path="val.jsonl", reward_functions="rules.py:letters")
+    result = run("grpo.py", tmp_path, keys, ranks=2, before=before)
+    assert_one_line(result, "grpo.py", "on rank 1", "other settings, rows")
     assert not [*tmp_path.rglob("out")]
 
 
@@ -83,11 +65,11 @@ def test_a_folder_that_only_rank_0_sees(world, tmp_path, zero_stage, older):
     os.makedirs(there := tmp_path / "there")
     for place in (tmp_path, there) if older else ():
         well("sft.py", place, keys | dict(max_iters=1))
-    before = {d: sorted(os.listdir(d)) for d in (there, there / "out") if d.exists()}
-    result = run("sft.py", tmp_path, keys | dict(zero_stage=zero_stage), ranks=2, before=patched(
-        "run", "open_folder", once(0, lambda: os.chdir(there)), rank=1))
+    before = sorted(there.rglob("*"))
+    result = run("sft.py", tmp_path, keys | dict(zero_stage=zero_stage), ranks=2,
+                 before=on(1, "open_folder", lambda *_: os.chdir(there)))
     assert_one_line(result, "sft.py", "on rank 1", "does not see", "out_dir 'out'")
-    assert before == {d: sorted(os.listdir(d)) for d in before}
+    assert sorted(there.rglob("*")) == before
     assert not glob.glob(f"{tmp_path}/out/.new-*")
 
 
@@ -108,37 +90,33 @@ def test_a_rank_that_meets_nobody_ends_after_the_timeout(world, tmp_path, rank):
 # ranks that hang or have a bug; slow disks
 
 
-def hang():
-    for _ in range(600):
-        if os.path.getsize("stderr-0"):  # the other rank has given up
-            os._exit(9)
-        time.sleep(0.1)
-
-
 def test_a_rank_that_hangs_is_one_line_that_names_the_phase(world, tmp_path):
     """Of the other rank. (One that is killed: tests/test_parallel.py.)"""
+    def hang(iteration, *_):
+        while iteration == 1:
+            time.sleep(0.1)
+            if os.path.getsize("stderr-0"):  # the other rank has given up
+                os._exit(9)
+
     keys = keys_of(world, "grpo.py", timeout=4, reward_timeout=2)
-    result = run("grpo.py", tmp_path, keys, ranks=2,
-                 before=patched("formulas", "learning_rate_at", once(1, hang), rank=1))
+    result = run("grpo.py", tmp_path, keys, ranks=2, before=on(1, "learning_rate_at", hang))
     assert result.codes == [1, 9], result
     assert re.fullmatch(r"grpo.py: error: iteration 1, update: lost touch with another rank"
                         r"[^\n]*\n", result.err[0]), result
 
 
-def slow(original):
-    return lambda *args, **how: (  # longer than the timeout
-        "policy_optimizer" in args[1] and (print("slow", flush=True), time.sleep(6)),
-        original(*args, **how))[1]
-
-
 def test_ranks_wait_for_one_whose_disk_is_slow(world, tmp_path):
     """It is not lost: neither while it reads a checkpoint, nor while it writes one."""
+    def slow(folder, stem, *_):
+        if stem == "policy_optimizer":
+            print("slow", flush=True)
+            time.sleep(6)  # longer than the timeout
+
     keys = keys_of(world, "sft.py", timeout=4, val_path="")
     stopped = run("sft.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM))
     assert_stopped(stopped, tmp_path)
     result = run("sft.py", tmp_path, keys, ranks=2, before=lambda rank: (
-        patched("checkpoint", "read_tensors", slow, rank=1)(rank),
-        patched("checkpoint", "save_file", slow, rank=0)(rank)))
+        on(1, "read_tensors", slow)(rank), on(0, "write_tensors", slow)(rank)))
     assert result.codes == [0, 0], result
     assert [said.count("slow") for said in result.out] == [1, 1], result
 
@@ -146,48 +124,34 @@ def test_ranks_wait_for_one_whose_disk_is_slow(world, tmp_path):
 # requests to stop
 
 
-def test_a_second_signal_ends_a_run_that_has_not_stopped(world, tmp_path):
-    def asked():
-        for seconds, number in ((0.1, signal.SIGINT), (1.5, signal.SIGTERM)):
-            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
-        for _ in range(1000):  # a signal ends a sleep, and then it goes on
-            time.sleep(0.1)
-
-    result = run("sft.py", tmp_path, keys_of(world, "sft.py"), before=at(1, asked))
-    assert result.codes == [128 + signal.SIGTERM], result
-    assert result.err[0].count("\n") == 1 and result.err[0].startswith("SIGINT: stopping"), result
-
-
-def closes(way):
+def closes(rank):
     """A terminal closes: the shell and the kernel send a SIGHUP each, and no text can be shown."""
-    def before(rank):
-        reader, writer = os.openpty()
-        for number in (1, 2):
-            os.dup2(writer, number)
-        errors.outlast_readers()
+    reader, writer = os.openpty()
+    for number in (1, 2):
+        os.dup2(writer, number)
+    errors.outlast_readers()
 
-        def close():
-            os.close(reader)
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGHUP)
+    def close():
+        os.close(reader)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
 
-        at(1, close)(rank)
-        if way == "nohup":
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at(1, close)(rank)
 
-    return before
+
+def under_nohup(rank):
+    closes(rank)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def test_a_run_saves_when_its_terminal_is_closed(world, tmp_path):
     """And under nohup it goes on."""
     keys = keys_of(world, "sft.py")
     whole = well("sft.py", tmp_path / "whole", keys)
-    closed = run("sft.py", tmp_path, keys, before=closes("a terminal"))
-    assert_stopped(closed, tmp_path)
+    assert_stopped(run("sft.py", tmp_path, keys, before=closes), tmp_path)
     assert list_checkpoints(f"{tmp_path}/out")
-    goes_on = well("sft.py", tmp_path / "nohup", keys, before=closes("nohup"))
-    for out in (well("sft.py", tmp_path, keys), goes_on):
-        assert_same_run(whole, out)
+    assert_same_run(whole, well("sft.py", tmp_path, keys))
+    assert_same_run(whole, well("sft.py", tmp_path / "nohup", keys, before=under_nohup))
 
 
 TALK = r"""
@@ -233,15 +197,13 @@ def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, mo
     keys = keys_of(world, script, **more | given) | {key: model}
     whole = well(script, tmp_path / "whole", keys)
     assert run(script, tmp_path, keys, before=at(2, signal.SIGTERM)).codes == [0]
-    os.rename(model, tmp_path / "old")
     for folder in (model, policy):
         save_random(folder, seed=77)
     log = read_log(f"{tmp_path}/out")
     assert_one_line(run(script, tmp_path, keys, ranks=1 + (script == "grpo.py")), script,
                     f"{model} has other weights", "--out_dir")
     assert read_log(f"{tmp_path}/out") == log
-    shutil.rmtree(model)
-    os.rename(tmp_path / "old", model)
+    shutil.copytree(world.policy, model, dirs_exist_ok=True)
     out = well(script, tmp_path, keys, ranks=2)
     name = "reward_model" if script == "rm.py" else "policy"
     assert_same_run(whole, out, [name], 1e-9)
@@ -318,68 +280,56 @@ def test_two_requests_end_a_run_whose_rule_lets_no_other_thread_run(world, tmp_p
 def saboteur(deed, ranks):
     """For `before`: the deed, in iteration 1 on the last rank unless its name says otherwise."""
     def before(rank):
-        import model
-        import parallel
-        import prompts
-        import rewards
+        from model import Model
+        from run import Run
 
-        now, models, mine = [-1], [], rank == ranks - 1
-
-        def patch(owner, name, change):
-            original = getattr(owner, name)
-            setattr(owner, name, lambda *args, **how: change(original, *args, **how))
+        rooms, runs, mine = rooms_of(ROOT), [], rank == ranks - 1
 
         def due(*deeds):
-            return now[0] == 1 and mine and deed in deeds
+            return deed in deeds and mine and runs[0].iteration == 1
 
-        def weights(number):
-            part = models[number].get_parameter("hf.transformer.ln_f.bias").data
+        def weights(name):
+            part = runs[0].models[name].get_parameter("hf.transformer.ln_f.bias").data
             return parallel.my_part(part).view(-1)
 
-        def broadcast(original, given):
-            models[:] = given
-            original(models)
+        def begun(_, run, *args):
+            runs.append(run)
             if deed == "another reference everywhere":
-                weights(1)[2] += 0.25
+                weights("ref_policy")[2] += 0.25
 
-        def batch_rows(original, seed, iteration, *rest, **how):  # the audit of it has passed
-            now[0] = iteration
+        def enter(run, phase):
+            if phase != "rollout":  # before it the audit has passed
+                return
             if due("a bit of the reference"):
-                weights(1).view(torch.int64)[0] ^= 1
-            if due("a weight of the policy", "a weight of the value model"):
-                weights(0 if "policy" in deed else 3)[0] = torch.nan
-            return original(seed, iteration, *rest, **how)
+                weights("ref_policy").view(torch.int64)[0] ^= 1
+            for name in ("policy", "value_model"):
+                if due(f"a weight of {name}"):
+                    weights(name)[0] = torch.nan
 
-        def step(original, optimizer, *args, **how):
+        def step(optimizer, *args):
             with open(f"steps-{rank}", "a") as f:
                 f.write(".")
             if due("a moment"):
                 state = list(optimizer.state.values())[-1]
                 parallel.my_part(state["exp_avg"]).view(-1)[0] = torch.nan
-            return original(optimizer, *args, **how)
 
-        def scores(original, *args):
-            x = original(*args)
-            x[0] = torch.nan if due("a score") else x[0]
-            return x
+        def scores(x, *args):
+            if due("a score"):
+                x[0] = torch.nan
 
-        def values(original, *args, **how):  # the number is right, its gradient is not
-            x = original(*args, **how)
+        def values(x, *args):  # the number is right, its gradient is not
             if due("the gradient of the value model") and x.requires_grad:
                 x.register_hook(lambda gradient: gradient * torch.nan)
-            return x
 
-        def logits(original, self, states):
-            if torch.is_grad_enabled() and deed == "NaN forward" and mine:
-                states = states * torch.nan
-            return original(self, states)
+        def logits(x, *args):
+            return x * torch.nan if x.requires_grad and deed == "NaN forward" and mine else x
 
-        patch(prompts, "batch_rows", batch_rows)
-        patch(parallel, "broadcast_parameters", broadcast)
-        patch(rewards, "score_sequences", scores)
-        patch(model, "response_values", values)
-        patch(model.Model, "logits", logits)
-        patch(torch.optim.AdamW, "step", step)
+        wrap([Run], "__init__", then=begun)
+        wrap([Run], "enter", first=enter)
+        wrap([Model], "logits", then=logits)
+        wrap(rooms, "score_sequences", then=scores)
+        wrap(rooms, "response_values", then=values)
+        register_optimizer_step_pre_hook(step)
 
     return before
 
@@ -398,8 +348,8 @@ SABOTAGE = {
         8, 2, {}),
     "another reference everywhere": (FIRST + "the reference differ", 0, 1, {}),
     "NaN forward": (FIRST + "the training forward differ", 0, 2, {}),
-    "a weight of the policy": ("iteration 1, .* is not finite", None, 1, LATE),
-    "a weight of the value model": ("iteration 1, score: values is not finite", None, 1, LATE),
+    "a weight of policy": ("iteration 1, .* is not finite", None, 1, LATE),
+    "a weight of value_model": ("iteration 1, score: values is not finite", None, 1, LATE),
     "a moment": ("iteration [12]: .*(policy|value_model).* is not finite", None, 1, LATE)}
 
 
@@ -412,8 +362,8 @@ def test_sabotage_stops_the_run_before_the_step(world, tmp_path, deed):
     assert set(result.codes) == {1} and len(said) == 1, result
     assert re.match("ppo.py: error: " + pattern, *said), said
     for rank in range(ranks) if steps is not None else ():
-        made = glob.glob(f"{tmp_path}/steps-{rank}")
-        assert (len(open(made[0]).read()) if made else 0) == steps
+        made = tmp_path / f"steps-{rank}"
+        assert (made.stat().st_size if made.exists() else 0) == steps
     saved = glob.glob(f"{tmp_path}/out/checkpoint-*/**/*.safetensors", recursive=True)
     assert all(t.isfinite().all() for file in saved for t in load_file(file).values())
     assert saved or "checkpoint_interval" not in more
