@@ -14,10 +14,8 @@ from types import SimpleNamespace
 
 import errors
 import pytest
-from load import load
-from ranks import choose_device
-from tiny import (Started, assert_one_line, jsonl, keys_of, keys_of_system, read_jsonl, run,
-                  said_by, typed, well, write)
+from tiny import (Started, assert_one_line, jsonl, keys_of, read_jsonl, run, said_by, typed, well,
+                  write)
 from tools.runs import ASKED, JUDGED, as_in_run, estimate, system_message_of
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
@@ -325,9 +323,11 @@ def test_whatever_a_folder_raises_is_a_line_with_its_name(world, tmp_path, of, f
     sent = shutil.copytree(getattr(world, of), tmp_path / "sent")
     known = json.loads((sent / file).read_text()) if (sent / file).exists() else {}
     write(sent / file, json.dumps(known | {key: value}))
-    with pytest.raises(errors.BadInput, match=str(sent)):
-        load(str(sent), of, keys_of_system(dtype="float64"), choose_device("cpu"),
-             "lm" if of == "policy" else "scalar")
+    keys = dict(policy_path=world.policy, prompt="a", max_new_tokens=3) | {f"{of}_path": str(sent)}
+    result = tool("sample", tmp_path, keys)
+    *_, last = [line for line in result.err[0].splitlines() if "panicked" not in line]
+    assert result.codes == [2] and "Traceback" not in result.err[0], result
+    assert str(sent) in last and last.startswith("sample.py: error"), result
 
 
 def test_no_text_reaches_the_terminal_as_a_command(world, tmp_path):
