@@ -17,11 +17,10 @@ import importlib
 import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 
 import torch
 
@@ -118,7 +117,7 @@ class VLLM:
             visible, number = os.environ.get("CUDA_VISIBLE_DEVICES", ""), self.device.index or 0
             own = visible.split(",")[number] if visible else str(number)
             environment["CUDA_VISIBLE_DEVICES"] = own
-        ours, theirs = socket.socketpair()
+        self.connection, theirs = Pipe()
         memory = os.memfd_create("weights")
         os.ftruncate(memory, size)
         code = (f"import sys; sys.path.insert(0, {ROOT!r}); from options.vllm import serve; "
@@ -133,7 +132,6 @@ class VLLM:
             raise BadInput(f"VLLM_PYTHON={python}: {e.strerror}; give the interpreter of an "
                            "environment with vLLM") from e
         theirs.close()
-        self.connection = Connection(ours.detach())
         self.memory = torch.frombuffer(mmap.mmap(memory, size), dtype=self.dtype)
         os.close(memory)
 
