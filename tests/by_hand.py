@@ -182,34 +182,6 @@ def parameters_of(model):
     return dict(model.named_parameters())
 
 
-class Adapters:
-    """LoRA (arXiv 2106.09685, eq. 3): each map W of GPT-2's layers becomes W + alpha / rank B A."""
-
-    def __init__(self, trunk, rank, alpha, seed):
-        self.scale, self.maps = alpha / rank, {}
-        drawn = torch.Generator().manual_seed(seed)
-        trunk.requires_grad_(False)
-        for name, linear in trunk.named_modules():
-            if type(linear).__name__ == "Conv1D":  # x W
-                n_in, n_out = linear.weight.shape
-                A, B = torch.empty(rank, n_in).double(), torch.zeros(n_out, rank).double()
-                A = A.uniform_(-1, 1, generator=drawn) * n_in**-0.5
-                A, B = torch.nn.Parameter(A), torch.nn.Parameter(B)
-                self.maps[name] = linear, A, B
-                linear.register_forward_hook(lambda linear, x, y, A=A, B=B: (
-                    y + self.scale * (B @ (A @ x[0].mT)).mT if self.maps else y))
-
-    def parameters(self):
-        return [p for _, A, B in self.maps.values() for p in (A, B)]
-
-    @torch.no_grad()
-    def merge(self):
-        """W becomes the sum."""
-        for linear, A, B in self.maps.values():
-            linear.weight += self.scale * (B @ A).mT
-        self.maps = {}
-
-
 def logprobs_of(model, prompt, response, temperature=1.0, own=None):
     """
     Log-prob of each token of a response, and the entropy of the distribution it came from. own: the
@@ -229,7 +201,7 @@ class AdamW:
     """Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
 
     def __init__(self, parameters, c):
-        self.parameters, self.c, self.steps = list(parameters), c, 0
+        self.parameters, self.c, self.steps = [p for p in parameters if p.requires_grad], c, 0
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
 
@@ -462,29 +434,23 @@ def ppo(c, train, val):
     return log, dict(policy=models.policy, value_model=models.value)
 
 
-def ppo_update(c, models, adams, batch, iteration, also=None, behind=lambda: None):
-    """
-    The steps of an iteration, as figures. also(policy, step) may add to the policy's gradients in
-    each of them; behind() is called after it.
-    """
+def ppo_update(c, models, adams, batch, iteration):
+    """The steps of an iteration, as figures."""
     lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
     value_lr = learning_rate(iteration, c.value_learning_rate or c.learning_rate,
                              c.value_warmup_iters, c.max_iters, c.value_lr_decay)
-    figures, steps, taken = [], minibatches_of(c, iteration, c.ppo_epochs), 0
-    for number, minibatch in enumerate(steps):
+    figures, taken = [], 0
+    for minibatch in minibatches_of(c, iteration, c.ppo_epochs):
         for adam in adams:
             adam.zero_gradients()
         tokens = sum(len(batch[i].own) for i in minibatch)
         figures += flat(ppo_losses(c, models, batch[i], tokens) for i in minibatch)
         if too_far(c, figures[-tokens:]):
             break
-        if also:
-            also(models.policy, iteration * len(steps) + number)
         norms = [adam.clip() for adam in adams]
         for adam, rate in zip(adams, (lr, value_lr), strict=True):
             adam.step(rate)
         taken += 1
-        behind()
     record = {name: mean([one[name] for one in figures]) for name in figures[0]}
     return record | {"policy/grad_norm": norms[0], "val/grad_norm": norms[1], "policy/lr": lr,
                      "val/lr": value_lr, "policy/steps": taken}
@@ -507,15 +473,19 @@ def find_advantages(c, batch):
         r.rewards[-1] += r.score - sum(r.paid)  # what is paid for a token is a part of the score
         in_units = [x / r.unit for x in r.rewards]
         r.advantages, r.returns = advantages_and_returns(in_units, r.values, c.gamma, c.lam)
-    every = flat(r.advantages for r in batch)
-    middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
-    for r in batch:
-        r.advantages = [(a - middle) / deviation for a in r.advantages]
+    whiten(batch)
     returns = flat(r.returns for r in batch)
     left = statistics.variance(map(float.__sub__, returns, flat(r.values for r in batch)))
     return {"objective/rlhf_reward": mean([sum(r.rewards) for r in batch]),
             "objective/non_score_reward": before,
             "val/explained_variance": 1 - left / max(statistics.variance(returns), 1e-8)}
+
+
+def whiten(batch):
+    every = flat(r.advantages for r in batch)
+    middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+    for r in batch:
+        r.advantages = [(a - middle) / deviation for a in r.advantages]
 
 
 def ppo_losses(c, models, r, tokens):
@@ -550,21 +520,21 @@ def grpo(c, train, val):
         groups = [[respond(c, models, train[i], "rollout", iteration, slot, which)
                    for which in range(c.group_size)] for slot, i in enumerate(
                        prompts_of(c, iteration, c.batch_size // c.group_size, len(train)))]
-        batch = flat(groups)
-        record |= summary(c, batch, "objective")
-        finish_scores(c, batch)
+        record |= summary(c, flat(groups), "objective")
+        finish_scores(c, flat(groups))
         flat_ones = [is_flat(r.score for r in group) for group in groups]
         record["objective/flat_groups"] = mean(flat_ones)
-        record["objective/score_std"] = statistics.stdev(there([r.score for r in batch]))
+        record["objective/score_std"] = statistics.stdev(there([r.score for r in flat(groups)]))
         find_group_advantages(c, groups)
+        batch = flat(groups)
         record["objective/rlhf_reward"] = mean(there([r.judged for r in batch]))
         record |= grpo_update(c, models, adam, batch, iteration)
     log.append(evaluation(c, models, val, c.max_iters))
     return log, dict(policy=models.policy)
 
 
-def grpo_update(c, models, adam, batch, iteration, behind=lambda: None):
-    """The steps of an iteration, as figures. behind(): is called after each of them."""
+def grpo_update(c, models, adam, batch, iteration):
+    """The steps of an iteration, as figures."""
     lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
     figures, steps, norm = [], 0, 0.0
     for minibatch in minibatches_of(c, iteration, c.num_iterations):
@@ -587,7 +557,6 @@ def grpo_update(c, models, adam, batch, iteration, behind=lambda: None):
         norm = adam.clip()
         adam.step(lr)
         steps += 1
-        behind()
     record = {name: mean([one[name] for one in figures])
               for name in ("loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac")}
     return record | {"policy/grad_norm": norm, "policy/steps": steps, "policy/lr": lr}
@@ -622,13 +591,9 @@ def grpo_losses(c, models, r, weight):
     """Add a response's gradient; each of its tokens counts `weight`. Figures of each token."""
     logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
     log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
-    of_all = torch.exp(sum(log_ratios) / len(log_ratios))  # GSPO (arXiv 2507.18071, eq. 7)
     total, figures = 0.0, []
     for t, logprob in enumerate(logprobs):
-        ratio = of_all if c.loss_type == "gspo" else torch.exp(log_ratios[t])
-        bounds = r.advantage, c.cliprange, c.cliprange_high
-        loss, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss_type == "cispo" else
-                       clipped_surrogate(ratio, *bounds))
+        loss, bound = loss_of_token(c, r, t, logprob, log_ratios)
         loss = loss * r.counts[t]
         seen[bound] += 1
         kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
@@ -639,6 +604,16 @@ def grpo_losses(c, models, r, weight):
                         "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3")})
     (total * weight).backward()
     return figures
+
+
+def loss_of_token(c, r, t, logprob, log_ratios):
+    """The loss of a response's token t, and the bound that has taken its gradient away."""
+    ratio, bounds = torch.exp(log_ratios[t]), (r.advantage, c.cliprange, c.cliprange_high)
+    if c.loss_type == "gspo":  # arXiv 2507.18071, eq. 7
+        ratio = torch.exp(sum(log_ratios) / len(log_ratios))
+    if c.loss_type == "cispo":
+        return weighted_logprob(ratio, logprob, *bounds)
+    return clipped_surrogate(ratio, *bounds)
 
 
 # SFT and the reward model -------------------------------------------------------------------------
@@ -683,11 +658,8 @@ def sft(c, train, val):
     return log, dict(policy=policy)
 
 
-def rm(c, train, val, demonstrations, adapt=None):
-    """
-    A run of rm.py. What scores 0 in the end: the demonstrations, or else val's chosen ones.
-    adapt(model): the parameters to train; None: all.
-    """
+def rm(c, train, val, demonstrations):
+    """A run of rm.py. What scores 0 in the end: the demonstrations, or else val's chosen ones."""
     model = scalar_model(c.init_from, c.seed if c.new_head else None)
     model.shift = 0.0
 
@@ -734,7 +706,7 @@ def rm(c, train, val, demonstrations, adapt=None):
             "loss/preference": loss.item(), "loss/centring": square.item(),
             "train/accuracy": mean([hit(p) for p in chances])}
 
-    adam = AdamW(adapt(model) if adapt else parameters_of(model).values(), c)
+    adam = AdamW(parameters_of(model).values(), c)
     log = train_on(c, adam, "reward_model", evaluate, learn, len(train))
     zero = [(row, "completion") for row in demonstrations] or [(row, "chosen") for row in val]
     model.shift = -mean([score(*one).item() for one in zero])

@@ -104,12 +104,13 @@ def files_of(keys, script):
 
 
 def folders_of(world, keys):
-    """The models' folders; that of a reward model only where it is used."""
+    """The models' folders; that of a reward model only where it is used; of some, several."""
     unused = "reward_model" not in [name for _, name in keys.get("mix", ())]
-    named = ["policy_path", "reward_path", "init_from"]
+    named = ["policy_path", "reward_path", "init_from", "ref_path", "teacher"]
     if keys.get("value_init") not in ("reward", "policy", "shared"):
         named.append("value_init")
-    return {key: "" if key == "reward_path" and unused else getattr(world, keys[key])
+    return {key: "" if key == "reward_path" and unused else
+            ",".join(getattr(world, name) for name in keys[key].split())
             for key in named if key in keys}
 
 

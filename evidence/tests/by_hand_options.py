@@ -1,24 +1,27 @@
 """
-What the options of ppo.py, grpo.py and rm.py compute, worked out once more: by_hand.py's runs, with
-several turns, policies that are older than the batch, refills, adapters, a score that is centred,
-PPO-ptx, averages, the best policy, and teachers. Nothing of the repository is imported here.
+What the options of ppo.py, grpo.py and rm.py compute, worked out once more: functions that take the
+place of those of by_hand.py, for several turns, policies that are older than the batch, refills,
+adapters, a score that is centred, PPO-ptx, averages, and the best policy; a reward model with
+teachers; and recipes/dpo.py. Nothing of the repository is imported here.
 
 c has these keys beside those of by_hand.py: ref_path, staleness, importance_cap, turns, lora,
 ema_decay, keep_best; of ppo ptx_coef; of grpo max_refills, refill_by; of rm teacher, score_coef,
-preference_coef.
+preference_coef. And what these functions note there for each other.
 """
 import copy
 import json
 import math
 import statistics
 from types import SimpleNamespace
+from unittest import mock
 
 import by_hand
 import torch
-from by_hand import (ENDS, EOS, Adapters, AdamW, decode, encode, flat, hashed, is_flat, judge,
-                     kl_estimate, language_model, mean, noise_of, parameters_of, prompts_of, sample,
-                     scalar_model, scalars, seen, summary, there)
+from by_hand import (ENDS, EOS, AdamW, decode, encode, flat, hashed, is_flat, kl_estimate,
+                     language_model, mean, noise_of, parameters_of, prompts_of, sample,
+                     scalar_model, scalars, seen, there)
 
+plain = SimpleNamespace(**vars(by_hand))  # its own functions
 by_hand.RULES["environment"] = lambda c, row, r, _: sum(r.given)
 
 
@@ -64,18 +67,10 @@ def converse(c, policy, row, purpose, iteration, slot, which=0):
 
 
 @torch.no_grad()
-def respond(c, models, row, *noise):
-    """by_hand.respond, of several turns where c has them."""
-    if not c.turns:
-        return by_hand.respond(c, models, row, *noise)
-    return judge(c, models, row, converse(c, models.policy, row, *noise))
-
-
-@torch.no_grad()
-def sampled(c, models, past, rows, purpose, iteration, noise):
+def respond(c, models, row, purpose, iteration, *noise):
     """
-    Responses to rows by the policy as it was `staleness` iterations ago; a refill is by that of
-    now. past: the policies of all iterations so far. noise: a slot, and a sample, for each row.
+    by_hand.respond, of several turns where c has them; in a rollout by the policy as it was
+    `staleness` iterations ago, but a refill is by that of now.
 
     The ratio is to the policy that has sampled. With importance_cap it is to the policy of now, and
     a token counts so much more as it is likelier to this one, but not more than the cap (decoupled
@@ -83,28 +78,30 @@ def sampled(c, models, past, rows, purpose, iteration, noise):
     """
     of_then, version = copy.copy(models), max(0, iteration - c.staleness)
     if purpose == "rollout":
-        of_then.policy = past[version]
+        of_then.policy = c.past[version]
         seen["older"] += version < iteration
-    batch = [respond(c, of_then, row, purpose, iteration, *which)
-             for row, which in zip(rows, noise, strict=True)]
-    for r in batch:
-        r.age = iteration - version
-        if not (r.age or c.importance_cap):
-            continue
-        now, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
-        now = [x.item() for x in now]
-        r.moved = [kl_estimate(p, q, "k3") for p, q in zip(r.old, now, strict=True)]
-        if c.importance_cap:
-            then, r.old = r.old, now
-            r.counts = [min(math.exp(p - q), c.importance_cap)
-                        for p, q in zip(r.old, then, strict=True)]
-            seen["capped"] += sum(count == c.importance_cap for count in r.counts)
-    return batch
+    if c.turns:
+        r = converse(c, of_then.policy, row, purpose, iteration, *noise)
+        r = by_hand.judge(c, of_then, row, r)
+    else:
+        r = plain.respond(c, of_then, row, purpose, iteration, *noise)
+    r.age = iteration - version
+    if purpose == "eval" or not (r.age or c.importance_cap):
+        return r
+    now, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
+    now = [x.item() for x in now]
+    r.moved = [kl_estimate(p, q, "k3") for p, q in zip(r.old, now, strict=True)]
+    if c.importance_cap:
+        then, r.old = r.old, now
+        r.counts = [min(math.exp(p - q), c.importance_cap)
+                    for p, q in zip(r.old, then, strict=True)]
+        seen["capped"] += sum(count == c.importance_cap for count in r.counts)
+    return r
 
 
-def figures_of(c, batch, prefix):
-    """by_hand.summary, and figures of turns."""
-    figures = summary(c, batch, prefix)
+def summary(c, batch, prefix):
+    """by_hand.summary, and figures of turns and of older policies."""
+    figures = plain.summary(c, batch, prefix)
     if c.turns:
         figures[f"{prefix}/turns"] = mean([r.turns for r in batch])
         figures[f"{prefix}/environment_share"] = mean([1 - len(r.own) / len(r.response)
@@ -114,51 +111,78 @@ def figures_of(c, batch, prefix):
         if c.importance_cap:  # of all tokens
             figures["policy/off_policy_kl"] = mean(flat(r.moved for r in batch))
     if c.importance_cap and prefix == "objective":
-        counts = flat(r.counts for r in batch)
-        figures |= {
-            "policy/importance": mean(counts),
-            "policy/importance_capped": mean([count == c.importance_cap for count in counts]),
-            "policy/effective_tokens": sum(counts)**2 / sum(x**2 for x in counts) / len(counts)}
+        figures |= figures_of_weights(flat(r.counts for r in batch), c.importance_cap)
     return figures
+
+
+def figures_of_weights(weights, bound):
+    """Of importance. bound: the weight of a token that is capped, or left out."""
+    return {"policy/importance": mean(weights),
+            "policy/importance_capped": mean([w == bound for w in weights]),
+            "policy/effective_tokens": sum(weights)**2 / sum(w * w for w in weights) / len(weights)}
 
 
 # models -------------------------------------------------------------------------------------------
 
+class Adapters:
+    """
+    LoRA (arXiv 2106.09685, eq. 3): each map W of GPT-2's layers becomes W + alpha / rank B A, and
+    nothing else of the model is trained.
+    """
+
+    def __init__(self, model, rank, alpha, seed):
+        self.scale, self.hooks = alpha / rank, {}
+        drawn = torch.Generator().manual_seed(seed)
+        model.requires_grad_(False)
+        for linear in [m for m in model.modules() if type(m).__name__ == "Conv1D"]:  # x W
+            n_in, n_out = linear.weight.shape
+            A = torch.empty(rank, n_in).double().uniform_(-1, 1, generator=drawn) * n_in**-0.5
+            linear.A = torch.nn.Parameter(A)
+            linear.B = torch.nn.Parameter(torch.zeros(n_out, rank).double())
+            self.hooks[linear] = linear.register_forward_hook(
+                lambda linear, x, y: y + self.scale * (linear.B @ (linear.A @ x[0].mT)).mT)
+
+    @torch.no_grad()
+    def merge(self):
+        """W becomes the sum."""
+        for linear, hook in self.hooks.items():
+            linear.weight += self.scale * (linear.B @ linear.A).mT
+            hook.remove()
+            del linear.A, linear.B
+
+
 def models_of(c):
-    """The models of a run of ppo.py or grpo.py, but the value model; `trained`: parameters."""
-    models = SimpleNamespace(policy=language_model(c.policy_path), value=None, reward=None,
-                             reference=None, said=True, adapters=[])
-    if c.kl_coef:
+    """by_hand.models_of. c.said: whether the reward model's config.json says its zero."""
+    models, c.adapters, c.said = plain.models_of(c), [], True
+    if models.reference:
         models.reference = language_model(c.ref_path or c.policy_path)
-    if "reward_model" in [name for _, name in c.mix]:
-        models.reward = scalar_model(c.reward_path)
+    if models.reward:
         with open(f"{c.reward_path}/config.json", encoding="utf-8") as f:
-            models.said = "score_shift" in json.load(f)
-    models.trained = list(models.policy.parameters())
+            c.said = "score_shift" in json.load(f)
     if c.lora:
-        models.adapters.append(Adapters(models.policy.base_model, *c.lora, c.seed))
-        models.trained = models.adapters[0].parameters()
+        c.adapters.append(Adapters(models.policy, *c.lora, c.seed))
     return models
 
 
-def add_value_model(c, models):
-    """The value model, and its parameters."""
-    models.value, own = by_hand.value_model_of(c, models)
-    if not c.lora or c.value_init == "shared":
-        return own
-    models.adapters.append(Adapters(models.value.trunk, *c.lora, c.seed))
-    return [*models.adapters[-1].parameters(), models.value.head]
+def value_model_of(c, models):
+    value, own = plain.value_model_of(c, models)
+    if c.lora and c.value_init != "shared":
+        c.adapters.append(Adapters(value.trunk, *c.lora, c.seed))
+        own = parameters_of(value).values()
+    return value, own
 
 
-def center(c, models, rows, noise):
+def center(c, models):
     """
     The reward model's zero, where its config.json does not say it: the mean score of those of the
     first responses that have ended, or of all.
     """
-    if models.reward is None or models.said:
+    if models.reward is None or c.said:
         return
-    batch = [(row, respond(c, models, row, "rollout", 0, *which))
-             for row, which in zip(rows, noise, strict=True)]
+    size = getattr(c, "group_size", 1)
+    rows = [c.train[i] for i in prompts_of(c, 0, c.batch_size // size, len(c.train))]
+    batch = [(row, respond(c, models, row, "rollout", 0, slot, which))
+             for slot, row in enumerate(rows) for which in range(size)]
     ended = [(row, r) for row, r in batch if r.finished]
     seen["centred, all" if len(ended) == len(batch) else "centred, some"] += 1
     shift = -mean([by_hand.learned_score(c, row, r, models.reward) for row, r in ended or batch])
@@ -167,155 +191,133 @@ def center(c, models, rows, noise):
         models.value.shift = shift
 
 
-class Kept:
-    """The moving average of a policy, and the policy with the best score of held-out prompts."""
+def evaluation(c, models, rows, iteration):
+    """
+    by_hand.evaluation, with which an iteration begins. c.past: the policies of all iterations so
+    far; c.best: that with the best score, c.score, of held-out prompts.
+    """
+    c.models, c.iteration = models, iteration
+    c.past.append(copy.deepcopy(models.policy) if c.staleness else models.policy)
+    if iteration == 0:
+        center(c, models)
+        c.average = copies(models.policy) if c.ema_decay else None
+    if iteration % c.eval_interval and iteration < c.max_iters:
+        return {}
+    batch = [respond(c, models, row, "eval", 0, i)
+             for i, row in enumerate(by_hand.held_out_of(c, rows))]
+    figures = summary(c, batch, "eval")
+    by_hand.finish_scores(c, batch, c.missing)
+    score = figures.get(c.keep_best, mean(there([r.score for r in batch])))
+    if c.keep_best and (c.score is None or score > c.score + 1e-6 * abs(c.score)):
+        seen["best later"] += c.score is not None
+        c.score, c.best = score, copies(models.policy)
+    elif c.keep_best:
+        seen["not the best"] += 1
+    return figures
 
-    def __init__(self, c, models):
-        self.c, self.policy = c, models.policy
-        self.average = self.copies() if c.ema_decay else None
-        self.best, self.score = None, None
 
-    def copies(self):
-        return {name: p.detach().clone() for name, p in self.policy.named_parameters()}
-
-    def step(self):
-        decay = self.c.ema_decay
-        for name, p in self.policy.named_parameters() if self.average else ():
-            self.average[name] = decay * self.average[name] + (1 - decay) * p.detach()
-
-    def evaluation(self, models, rows, iteration, missing):
-        """Figures of held-out prompts. missing: see finish_scores."""
-        c = self.c
-        if iteration % c.eval_interval and iteration < c.max_iters:
-            return {}
-        batch = [respond(c, models, row, "eval", 0, i)
-                 for i, row in enumerate(by_hand.held_out_of(c, rows))]
-        figures = figures_of(c, batch, "eval")
-        by_hand.finish_scores(c, batch, missing)
-        score = mean(there([r.score for r in batch]))
-        score = figures.get(c.keep_best, score)
-        if c.keep_best and (self.score is None or score > self.score + 1e-6 * abs(self.score)):
-            seen["best later"] += self.score is not None
-            self.score, self.best = score, self.copies()
-        elif c.keep_best:
-            seen["not the best"] += 1
-        return figures
-
-    def products(self, models):
-        """{folder: what a run leaves in it}."""
-        for adapters in models.adapters:
-            adapters.merge()
-        left = dict(policy=models.policy)
-        if models.value:
-            models.value.head.data *= models.value.unit
-            left |= dict(value_model=models.value)
-        left |= dict(ema_policy=self.average) if self.average else {}
-        return left | (dict(best_policy=self.best) if self.best else {})
+def copies(policy):
+    return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
 # PPO and GRPO -------------------------------------------------------------------------------------
 
+class Watched:
+    """The policy's AdamW: more gradients before a step, and a moving average behind it."""
+
+    def __init__(self, adam, c, first=0):
+        """first: the number of the first step, of all that have texts."""
+        self.adam, self.c, self.number = adam, c, first
+        self.zero_gradients = adam.zero_gradients
+
+    def clip(self):
+        """InstructGPT (arXiv 2203.02155, eq. 2): in each step the mean loss over all tokens."""
+        c, each = self.c, []
+        if c.texts:
+            rows = prompts_of(c, self.number, c.batch_size // c.num_minibatches, len(c.texts))
+            for first, *rest in [encode(c.texts[i]["text"]) for i in rows]:
+                logprobs, _ = by_hand.logprobs_of(c.models.policy, [first], rest + [EOS])
+                each += [-x for x in logprobs]
+            (c.ptx_coef * sum(each) / len(each)).backward()
+            c.losses += [x.item() for x in each]
+        self.number += 1
+        return self.adam.clip()
+
+    def step(self, lr):
+        self.adam.step(lr)
+        decay, average = self.c.ema_decay, self.c.average or {}
+        for name, p in self.c.models.policy.named_parameters():
+            if name in average:
+                average[name] = decay * average[name] + (1 - decay) * p.detach()
+
+
+def ppo_update(c, models, adams, batch, iteration):
+    c.losses, first = [], iteration * c.ppo_epochs * c.num_minibatches
+    adams = Watched(adams[0], c, first), adams[1]
+    figures = plain.ppo_update(c, models, adams, batch, iteration)
+    if batch[0].age and not c.importance_cap:  # of the tokens of the first step
+        first = by_hand.minibatches_of(c, iteration, 1)[0]
+        figures["policy/off_policy_kl"] = mean(flat(batch[i].moved for i in first))
+    return figures | ({"loss/ptx": mean(c.losses)} if c.texts else {})
+
+
+def grpo_update(c, models, adam, batch, iteration):
+    return plain.grpo_update(c, models, Watched(adam, c), batch, iteration) | c.refilled
+
+
+def refill(c, groups):
+    """by_hand.find_group_advantages, of which those without a difference come of another row."""
+    def is_same(group):
+        return is_flat(r.each[c.refill_by] if c.refill_by else r.score for r in group)
+
+    c.refilled = {"objective/flat_groups": mean([is_same(group) for group in groups])}
+    numbers = prompts_of(c, c.iteration, len(groups), len(c.train))
+    for attempt in range(c.max_refills):
+        for slot in [slot for slot, group in enumerate(groups) if is_same(group)]:
+            name = f"{c.seed} refill {c.iteration} {attempt} {slot}"
+            further = 1 + hashed(name, 8) % (len(c.train) - 1)
+            numbers[slot] = (numbers[slot] + further) % len(c.train)
+            groups[slot] = [respond(c, c.models, c.train[numbers[slot]], f"refill {attempt}",
+                                    c.iteration, slot, which) for which in range(c.group_size)]
+            by_hand.finish_scores(c, groups[slot])
+            seen[f"refill {attempt}"] += 1
+    for group in groups:
+        for r in group:
+            r.left_out = is_same(group)
+            seen["left out"] += r.left_out
+    # KL and entropy are of the batch that is trained on, the others of the one at first
+    c.refilled |= {name: x for name, x in summary(c, flat(groups), "objective").items()
+                   if name in ("objective/entropy", "objective/kl") or name.startswith("policy")}
+    c.refilled |= summary(c, flat(groups), "trained") | {
+        "trained/flat_groups": mean([is_same(group) for group in groups])}
+    plain.find_group_advantages(c, groups)
+
+
+IN_PLACE = dict(respond=respond, summary=summary, models_of=models_of, evaluation=evaluation,
+                value_model_of=value_model_of, ppo_update=ppo_update, grpo_update=grpo_update)
+
+
+def run(c, script, missing, more=()):
+    """A run of by_hand.py's script: its log, and {folder: what it leaves in it}."""
+    c.past, c.score, c.best, c.refilled, c.missing = [], None, None, {}, missing
+    with mock.patch.multiple(by_hand, **IN_PLACE | dict(more)):
+        log, models = script(c, c.train, c.val)
+    for adapters in c.adapters:
+        adapters.merge()
+    more = dict(ema_policy=c.average, best_policy=c.best)
+    return log, models | {name: kept for name, kept in more.items() if kept}
+
+
 def ppo(c, train, val, texts=()):
     """A run of ppo.py. texts: rows with "text", for PPO-ptx."""
-    models = models_of(c)
-    adams = AdamW(models.trained, c), AdamW(add_value_model(c, models), c)
-    kept, log, past = Kept(c, models), [], []
-
-    def rows_of(iteration):
-        return [train[i] for i in prompts_of(c, iteration, c.batch_size, len(train))]
-
-    def also(policy, step):
-        """InstructGPT (arXiv 2203.02155, eq. 2): in each step the mean loss over all tokens."""
-        each = []
-        for i in prompts_of(c, step, c.batch_size // c.num_minibatches, len(texts)):
-            first, *rest = encode(texts[i]["text"])
-            each += [-x for x in by_hand.logprobs_of(policy, [first], rest + [EOS])[0]]
-        (c.ptx_coef * sum(each) / len(each)).backward()
-        losses.extend(x.item() for x in each)
-
-    noise = [(slot,) for slot in range(c.batch_size)]
-    center(c, models, rows_of(0), noise)
-    for iteration in range(c.max_iters):
-        record, losses = kept.evaluation(models, val, iteration, 0.0), []
-        log.append(record)
-        past.append(copy.deepcopy(models.policy) if c.staleness else models.policy)
-        batch = sampled(c, models, past, rows_of(iteration), "rollout", iteration, noise)
-        record |= figures_of(c, batch, "objective")
-        if batch[0].age and not c.importance_cap:  # of the tokens of the first step
-            first = by_hand.minibatches_of(c, iteration, 1)[0]
-            record["policy/off_policy_kl"] = mean(flat(batch[i].moved for i in first))
-        by_hand.finish_scores(c, batch, 0.0)
-        by_hand.find_unit(models, batch)
-        record |= by_hand.find_advantages(c, batch)
-        record |= by_hand.ppo_update(c, models, adams, batch, iteration, also if texts else None,
-                                     kept.step)
-        record |= {"loss/ptx": mean(losses)} if texts else {}
-    log.append(kept.evaluation(models, val, c.max_iters, 0.0))
-    return log, kept.products(models)
+    c.train, c.val, c.texts = train, val, texts
+    return run(c, by_hand.ppo, 0.0)
 
 
 def grpo(c, train, val):
     """A run of grpo.py."""
-    models = models_of(c)
-    adam, kept, log, past = AdamW(models.trained, c), Kept(c, models), [], []
-    slots = range(c.batch_size // c.group_size)
-
-    def numbers_of(iteration):
-        return prompts_of(c, iteration, len(slots), len(train))
-
-    def groups_of(numbers, which, purpose, iteration):
-        """The groups of these rows, in these slots."""
-        rows = flat([train[numbers[slot]]] * c.group_size for slot in which)
-        noise = [(slot, i) for slot in which for i in range(c.group_size)]
-        batch = sampled(c, models, past, rows, purpose, iteration, noise)
-        by_hand.finish_scores(c, batch)
-        return [batch[i:i + c.group_size] for i in range(0, len(batch), c.group_size)]
-
-    def is_same(group):
-        """Whether nothing tells the responses of a group apart."""
-        return is_flat(r.each[c.refill_by] if c.refill_by else r.score for r in group)
-
-    first = numbers_of(0)
-    center(c, models, flat([train[i]] * c.group_size for i in first),
-           [(slot, i) for slot in slots for i in range(c.group_size)])
-    for iteration in range(c.max_iters):
-        record = kept.evaluation(models, val, iteration, None)
-        log.append(record)
-        past.append(copy.deepcopy(models.policy) if c.staleness else models.policy)
-        numbers = numbers_of(iteration)
-        groups = groups_of(numbers, slots, "rollout", iteration)
-        figures = figures_of(c, flat(groups), "objective")
-        record["objective/flat_groups"] = mean([is_same(group) for group in groups])
-        record["objective/score_std"] = statistics.stdev(
-            there([r.score for r in flat(groups)]))
-        for attempt in range(c.max_refills):
-            again = [slot for slot in slots if is_same(groups[slot])]
-            for slot in again:  # another row than this one
-                name = f"{c.seed} refill {iteration} {attempt} {slot}"
-                further = 1 + hashed(name, 8) % (len(train) - 1)
-                numbers[slot] = (numbers[slot] + further) % len(train)
-            found = groups_of(numbers, again, f"refill {attempt}", iteration)
-            for slot, group in zip(again, found, strict=True):
-                seen[f"refill {attempt}"] += 1
-                groups[slot] = group
-        batch = flat(groups)
-        # KL and entropy are of the batch that is trained on, the others of the one at first
-        trained = figures_of(c, batch, "objective")
-        inner = "objective/entropy", "objective/kl"
-        record |= trained | {name: x for name, x in figures.items()
-                             if name.startswith("objective") and name not in inner}
-        if c.max_refills:
-            record |= figures_of(c, batch, "trained")
-            record["trained/flat_groups"] = mean([is_same(group) for group in groups])
-            for group in groups:
-                for r in group:
-                    r.left_out = is_same(group)
-                    seen["left out"] += r.left_out
-        by_hand.find_group_advantages(c, groups)
-        record["objective/rlhf_reward"] = mean(there([r.judged for r in batch]))
-        record |= by_hand.grpo_update(c, models, adam, batch, iteration, kept.step)
-    log.append(kept.evaluation(models, val, c.max_iters, None))
-    return log, kept.products(models)
+    c.train, c.val, c.texts = train, val, ()
+    return run(c, by_hand.grpo, None, dict(find_group_advantages=refill) if c.max_refills else ())
 
 
 # the reward model ---------------------------------------------------------------------------------
@@ -323,14 +325,11 @@ def grpo(c, train, val):
 def rm(c, train, val, demonstrations):
     """A run of rm.py, with an adapter; or with teachers, whose scores it learns."""
     if not c.teacher:
-        adapters = []
-
-        def adapt(model):
-            adapters.append(Adapters(model.trunk, *c.lora, c.seed))
-            return [*adapters[0].parameters(), model.head]
-
-        log, models = by_hand.rm(c, train, val, demonstrations, adapt)
-        adapters[0].merge()
+        adapted = scalar_model(c.init_from, c.seed)
+        adapters = Adapters(adapted.trunk, *c.lora, c.seed)
+        with mock.patch.object(by_hand, "scalar_model", lambda *_: adapted):
+            log, models = by_hand.rm(c, train, val, demonstrations)
+        adapters.merge()
         return log, models
     model = scalar_model(c.init_from, c.seed)
     fields = ["chosen", "rejected"] if "chosen" in train[0] else ["completion"]
@@ -342,11 +341,11 @@ def rm(c, train, val, demonstrations):
     @torch.no_grad()
     def ask(rows, fields):
         """The mean of the teachers' scores of each completion, each one's less their mean."""
-        said = [[0.0] * len(fields) for _ in rows]
-        for path in c.teacher:
+        said, teachers = [[0.0] * len(fields) for _ in rows], c.teacher.split(",")
+        for path in teachers:
             teacher = scalar_model(path)
             raw = [[score(row, field, teacher, path).item() for field in fields] for row in rows]
-            said = [[x + (y - mean(flat(raw))) / len(c.teacher) for x, y in zip(a, b, strict=True)]
+            said = [[x + (y - mean(flat(raw))) / len(teachers) for x, y in zip(a, b, strict=True)]
                     for a, b in zip(said, raw, strict=True)]
         return said
 
@@ -386,3 +385,46 @@ def rm(c, train, val, demonstrations):
     zero = [(row, "completion") for row in demonstrations] or [(row, "chosen") for row in val]
     model.shift = -mean([score(*one).item() for one in zero])
     return log, dict(reward_model=model)
+
+
+# DPO: equation 7 of arXiv 2305.18290, one pair and one token at a time ----------------------------
+
+def dpo(c, train, val, _):
+    """A run of recipes/dpo.py."""
+    policy, reference = (language_model(c.policy_path) for _ in range(2))
+    adapters = [Adapters(policy, *c.lora, c.seed)] if c.lora else []
+
+    def reward(row, side):
+        text = encode(row["prompt"]), encode(row[side]) + [EOS]
+        ours, theirs = (by_hand.logprobs_of(model, *text)[0] for model in (policy, reference))
+        return c.beta * sum(p - q.detach() for p, q in zip(ours, theirs, strict=True))
+
+    def compare(rows, wrong):
+        """The loss of pairs, of which a share has the wrong label; and the means of figures."""
+        losses, figures = [], []
+        for row in rows:
+            good, bad = reward(row, "chosen"), reward(row, "rejected")
+            p = 1 / (1 + torch.exp(bad - good))  # Bradley-Terry
+            losses.append(-(1 - wrong) * torch.log(p) - wrong * torch.log(1 - p))
+            x, y = good.item(), bad.item()
+            tie = x == y or row["chosen"] == row["rejected"]
+            seen["a tie" if tie else "a margin"] += 1
+            figures.append(dict(accuracy=0.5 if tie else float(x > y), margin=x - y,
+                                chosen_reward=x, rejected_reward=y))
+        loss = sum(losses) / len(losses)
+        return loss, {name: mean([one[name] for one in figures]) for name in figures[0]}
+
+    def evaluate():
+        loss, figures = compare(by_hand.held_out_of(c, val), 0.0)
+        return {"eval/loss": loss.item()} | {f"eval/{name}": x for name, x in figures.items()}
+
+    def learn(picked):
+        loss, figures = compare([train[i] for i in picked], c.label_smoothing)
+        return loss, {"loss/preference": loss.item()} | {
+            f"train/{name}": x for name, x in figures.items()}
+
+    adam = AdamW(policy.parameters(), c)
+    log = by_hand.train_on(c, adam, "policy", evaluate, learn, len(train))
+    for each in adapters:
+        each.merge()
+    return log, dict(policy=policy)

@@ -1,13 +1,13 @@
 """
 Whole runs with options against by_hand_options.py, within 1e-9, as in test_by_hand.py: on several
-ranks, with roles, or stopped and begun again, perhaps in another layout. And runs whose keys are
-drawn, combinations of which nobody has thought: QUARTET_DRAWN=50 in the environment, so many of
-each script.
+ranks, with roles, stopped or killed, and begun again, perhaps in another layout. And runs whose
+keys are drawn, combinations of which nobody has thought: with QUARTET_DRAWN=50 in the environment
+50 of each script.
 """
 import inspect
-import json
 import os
 import random
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -16,10 +16,9 @@ import by_hand
 import by_hand_options
 import pytest
 import test_by_hand
-from safetensors import safe_open
-from safetensors.torch import save_file
-from test_by_hand import GRPO, PAIRS, PPO, assert_agrees, files_of, folders_of
+from test_by_hand import GRPO, PAIRS, PPO, TUNED, assert_agrees, files_of, folders_of
 from tiny import assert_one_line, assert_stopped, at, jsonl, run, well, write
+from transformers import AutoModelForSequenceClassification
 
 DRAWN = int(os.environ.get("QUARTET_DRAWN", 4))
 LAYOUTS = test_by_hand.LAYOUTS | {
@@ -30,7 +29,11 @@ NONE = dict(ref_path="", staleness=0, importance_cap=0.0, turns=0, lora=(), ema_
 PPO = PPO | NONE | dict(texts=False, ptx_coef=1.0)
 GRPO = GRPO | NONE | dict(max_refills=0, refill_by="")
 RM = PAIRS | dict(
-    max_iters=3, lora=(), teacher=[], score_coef=0.0, preference_coef=1.0, train="pairs")
+    max_iters=3, lora=(), teacher="", score_coef=0.0, preference_coef=1.0, train="pairs")
+DPO = TUNED | dict(
+    beta=0.3, label_smoothing=0.1, max_iters=3, batch_size=7, warmup_iters=1, lr_decay="cosine",
+    eval_size=3, grad_clip=1.0, weight_decay=0.1, policy_path="policy", lora=(),
+    demonstrations=False)
 NOT_OF = {True: ["label_smoothing", "centre_coef", "use_confidence"],  # keys, with a teacher or not
           False: ["score_coef", "preference_coef"]}
 EVAL = dict(eval_interval=1, eval_size=0)
@@ -48,7 +51,7 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         ppo_epochs=1)),
     # the batch of an iteration was sampled up to two updates ago
     "ppo, stale": ("three roles, stopped", ["older"], PPO | dict(
-        staleness=2, max_iters=4, ema_decay=0.7, texts=True, ptx_coef=2.5)),
+        staleness=2, max_iters=4, ema_decay=0.7, texts=True, ptx_coef=2.5, ref_path="older")),
     "ppo, stale, capped": ("one rank", ["older", "capped", "a later unit"], PPO | dict(
         staleness=1, importance_cap=1.1, max_iters=3, value_init="shared", kl_estimator="k2",
         texts=True, ema_decay=0.5)),
@@ -72,9 +75,12 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         init_from="policy", lora=(2, 5), weight_decay=0.1, eval_size=2)),
     # two teachers, of which one reads the text in its own tokens; pairs, and single responses
     "rm, taught": ("stage 2", [], RM | dict(
-        init_from="tied", teacher=["other", "reward"], score_coef=0.7, preference_coef=1.3)),
+        init_from="tied", teacher="other reward", score_coef=0.7, preference_coef=1.3)),
     "rm, responses": ("two ranks", ["long gradient"], RM | dict(
-        init_from="policy", teacher=["reward"], score_coef=0.5, train="sft", grad_clip=0.5))}
+        init_from="policy", teacher="reward", score_coef=0.5, train="sft", grad_clip=0.5)),
+    "recipes/dpo": ("stage 3, killed", ["a tie", "a margin"], DPO),
+    "recipes/dpo, lora": ("one rank", [], DPO | dict(
+        lora=(2, 6), head_chunk=4, label_smoothing=0.0))}
 
 
 def drawn(script, number):
@@ -141,48 +147,42 @@ def data_of(keys, script):
 def typed_keys(world, keys, script, more):
     """The keys as a user types them."""
     plain = {key: x for key, x in keys.items()
-             if key not in ("turns", "texts", "train", "lora", "teacher")}
+             if key not in ("turns", "texts", "train", "lora")}
     typed = test_by_hand.typed_keys(world, plain, script, more)
     typed |= {key: getattr(world, name, "") for key, name in data_of(keys, script).items()}
     typed["lora"] = ":".join(map(str, keys["lora"]))
     if keys.get("turns"):
         typed |= dict(environment=f"{world.environment}:answered", max_turns=keys["turns"])
-    if keys.get("ref_path"):
-        typed["ref_path"] = getattr(world, keys["ref_path"])
-    if keys.get("teacher"):
-        typed["teacher"] = ",".join(getattr(world, name) for name in keys["teacher"])
     left_out = NOT_OF[bool(keys.get("teacher"))] + ["ptx_coef"] * (not keys.get("texts"))
+    left_out += ["demonstrations_path"] * (script == "recipes/dpo")
     return {key: x for key, x in typed.items() if key not in left_out}
 
 
 def work_out(world, keys, script):
     """(log, models) by hand."""
     c = SimpleNamespace(**keys | folders_of(world, keys))
-    if script == "rm":
-        c.teacher = [getattr(world, name) for name in keys["teacher"]]
-    elif keys["ref_path"]:
-        c.ref_path = getattr(world, keys["ref_path"])
     rows = [world.rows.get(name, []) for name in data_of(keys, script).values()]
-    return getattr(by_hand_options, script)(c, *rows)
+    return getattr(by_hand_options, script.removeprefix("recipes/"))(c, *rows)
 
 
 @pytest.mark.parametrize("name", CASES, ids=[f"{name}: {case[0]}" for name, case in CASES.items()])
 def test_a_run_agrees_with_one_by_hand(world, tmp_path, name):
-    check(world, tmp_path, name.partition(",")[0], *CASES[name])
-
-
-def check(world, folder, script, way, branches, keys):
-    """A case: what a run leaves in a folder is what is worked out by hand, by these branches."""
-    layout, stopped, first = way.partition(", stopped")
-    if stopped:  # in iteration 1, in this layout or in another one
-        ranks, more = LAYOUTS[first.removeprefix(" in ") or layout]
+    (way, branches, keys), script = CASES[name], name.partition(",")[0]
+    layout, *cut = re.split(", (stopped|killed)", way)
+    if cut:  # in iteration 1, in this layout or in another one
+        ranks, more = LAYOUTS[cut[1].removeprefix(" in ") or layout]
         # one rank, or all without roles, then draw the rows of a batch that is sampled ahead
-        ahead = 1 + ("roles" not in more) * keys["staleness"]
-        result = run(f"{script}.py", folder, typed_keys(world, keys, script, more), ranks=ranks,
-                     before=at(ahead, signal.SIGTERM))
-        assert_stopped(result, folder)
+        ahead = 1 + ("roles" not in more) * keys.get("staleness", 0)
+        kills = cut[0] == "killed"
+        typed = typed_keys(world, keys, script, more | dict(checkpoint_interval=int(kills)))
+        result = run(f"{script}.py", tmp_path, typed, ranks=ranks, before=at(
+            ahead, signal.SIGKILL if kills else signal.SIGTERM))
+        if kills:
+            assert -signal.SIGKILL in result.codes, result
+        else:
+            assert_stopped(result, tmp_path)
     ranks, more = LAYOUTS[layout]
-    out = well(f"{script}.py", folder, typed_keys(world, keys, script, more), ranks=ranks)
+    out = well(f"{script}.py", tmp_path, typed_keys(world, keys, script, more), ranks=ranks)
     by_hand.seen.clear()
     assert_agrees(out, *work_out(world, keys, script))
     assert not [branch for branch in branches if not by_hand.seen[branch]], by_hand.seen
@@ -191,13 +191,8 @@ def check(world, folder, script, way, branches, keys):
 def test_a_row_too_long_for_a_teacher(world, tmp_path):
     """Left out for the teacher alone, each row behind it would get the score of the next one."""
     short = shutil.copytree(world.reward, tmp_path / "short")
-    config = json.loads((short / "config.json").read_text())
-    with safe_open(short / "model.safetensors", "pt") as f:
-        weights = {name: f.get_tensor(name) for name in f.keys()}
-    table = "transformer.wpe.weight"
-    weights[table] = weights[table][:24].clone()
-    save_file(weights, short / "model.safetensors", metadata=dict(format="pt"))
-    (short / "config.json").write_text(json.dumps(config | dict(n_positions=24, n_ctx=24)))
+    AutoModelForSequenceClassification.from_pretrained(
+        short, n_positions=24, ignore_mismatched_sizes=True).save_pretrained(short)
     rows = [dict(prompt="a" * n, chosen="b", rejected="c") for n in (40, 1, 2, 3, 4)]
     keys = dict(init_from=world.policy, train_path=jsonl(tmp_path / "pairs.jsonl", rows),
                 teacher=short, max_iters=1, batch_size=2, device_type="cpu", too_long="drop")

@@ -1,17 +1,15 @@
 """
 recipes/*.diff and the example in docs/fork.md: each applies to a copy of the files, and the copy
 runs with nothing else of the repository, on two ranks, killed and resumed. What comes out is what
-by_hand.py works out, with the functions of evidence/worked_out.py in the place of its own. And
-recipes/dpo.py, worked out here; the tables of recipes/README.md and docs/algorithms.md.
+by_hand.py works out, with the functions of evidence/worked_out.py in the place of its own. And the
+tables of recipes/README.md and docs/algorithms.md. (recipes/dpo.py: test_by_hand_options.py, too.)
 """
 import glob
-import math
 import os
 import re
 import runpy
 import signal
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +18,13 @@ import by_hand
 import test_by_hand
 import test_by_hand_options as with_options
 from by_hand import seen
-from configurator import read_arguments, read_keys
 from conftest import ROOT
-from evidence.worked_out import CASES
+from evidence.worked_out import GRPO_CASES, NUMBERS, PPO_CASES
 from test_by_hand import GRPO, assert_agrees
 from tiny import assert_one_line, at, jsonl, of_copy, read_jsonl, run, well
 
 RECIPES = sorted(os.path.basename(path)[:-5] for path in glob.glob(f"{ROOT}/recipes/*.diff"))
+CASES = GRPO_CASES | PPO_CASES
 
 
 def diff_of(name):
@@ -37,21 +35,22 @@ def diff_of(name):
     return text if path.endswith("diff") else re.search(r"```diff\n(.*?)```", text, re.DOTALL)[1]
 
 
-def fork(folder, diffs, numbers=()):
-    """
-    A copy of the files in folder/mine, as docs/fork.md says, with these diffs; of the numbers
-    in it, pairs (old, new) of text are changed. Returns the copy's folder.
-    """
+def fork(folder, diffs):
+    """A copy of the files in folder/mine, as docs/fork.md says, with these diffs: its folder."""
     os.makedirs(mine := f"{folder}/mine")
     subprocess.run(f"cp -r *.py config grading options {mine}", shell=True, cwd=ROOT, check=True)
     subprocess.run(["git", "init", "-q", folder], check=True)
     for words in diffs:
         text = diff_of(words)
-        for old, new in numbers:
+        for old, new in NUMBERS.get(words, ()):
             text = text.replace(old, new)
         subprocess.run(["git", "apply", "--directory=mine", "-"], input=text, text=True, cwd=folder,
                        check=True)
     return mine
+
+
+def diffs_of(case):
+    return case.partition(";")[0].split(", ")
 
 
 def run_fork(mine, script, folder, keys, also=()):
@@ -85,11 +84,10 @@ world = with_options.world  # a fixture: tiny's world, and an environment
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
     """A run on two ranks. If it keeps numbers in run.state, a rank is killed, and it goes on."""
-    diffs, numbers, script, keys, functions, branches = CASES[name]
-    if "ref_path" in keys:
-        keys = keys | dict(ref_path=",".join(getattr(world, x) for x in keys["ref_path"].split()))
+    diffs, (keys, functions, branches) = diffs_of(name), CASES[name]
+    script = "ppo" if name in PPO_CASES else "grpo"
     how = with_options if "turns" in keys else test_by_hand
-    mine, folder = fork(f"{tmp_path}/fork", diffs, numbers), f"{tmp_path}/run"
+    mine, folder = fork(f"{tmp_path}/fork", diffs), f"{tmp_path}/run"
     also = [wrong_sampler] if {"masked_importance", "deepseek_v32",
                               "response_weight"} & {*diffs} else []
     typed = how.typed_keys(world, keys, script, dict(out_dir="out", checkpoint_interval=1))
@@ -140,8 +138,7 @@ def test_gdpo_refuses_what_is_no_reward(world, tmp_path):
 
 
 def test_each_diff_has_a_case():
-    used = {name for diffs, *_ in CASES.values() for name in diffs}
-    assert used == {*RECIPES, "price of length"}
+    assert {name for case in CASES for name in diffs_of(case)} == {*RECIPES, "price of length"}
 
 
 def test_the_tables_have_each_diff():
@@ -162,97 +159,21 @@ def test_the_tables_have_each_diff():
         assert lines == f"+{more} -{fewer}", (name, more, fewer)
 
 
-# recipes/dpo.py: equation 7 of arXiv 2305.18290, one pair and one token at a time
-
-DPO = "recipes/dpo.py"
-DPO_KEYS = dict(
-    beta=0.3, label_smoothing=0.1, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1,
-    learning_rate=3e-3, eval_interval=2, eval_size=3, lr_decay="cosine", beta1=0.9, beta2=0.95,
-    adam_eps=1e-8, grad_clip=1.0, seed=1, weight_decay=0.1)
-
-
-def dpo_keys(world, **changed):
-    return DPO_KEYS | dict(dtype="float64", device_type="cpu", timeout=60, policy_path=world.policy,
-                       train_path=world.pairs_train, val_path=world.pairs_val) | changed
-
-
-def dpo_by_hand(world, keys, lora=None):
-    """(log, models) by hand. lora: rank and alpha."""
-    c = SimpleNamespace(**DPO_KEYS | keys)
-    policy, reference = (by_hand.language_model(world.policy) for _ in range(2))
-    adapters = by_hand.Adapters(policy.base_model, *lora, c.seed) if lora else None
-    trained = (adapters or policy).parameters()
-
-    def reward(row, side):
-        text = by_hand.encode(row["prompt"]), by_hand.encode(row[side]) + [by_hand.EOS]
-        ours, theirs = (by_hand.logprobs_of(model, *text)[0] for model in (policy, reference))
-        return c.beta * sum(p - q.detach() for p, q in zip(ours, theirs, strict=True))
-
-    def compare(rows, wrong):
-        """The loss of pairs, of which a share has the wrong label; and the means of figures."""
-        losses, figures = [], []
-        for row in rows:
-            good, bad = reward(row, "chosen"), reward(row, "rejected")
-            p = 1 / (1 + torch.exp(bad - good))  # Bradley-Terry
-            losses.append(-(1 - wrong) * torch.log(p) - wrong * torch.log(1 - p))
-            x, y = good.item(), bad.item()
-            tie = x == y or row["chosen"] == row["rejected"]
-            figures.append(dict(accuracy=0.5 if tie else float(x > y), margin=x - y,
-                                chosen_reward=x, rejected_reward=y))
-        loss = sum(losses) / len(losses)
-        return loss, {name: by_hand.mean([one[name] for one in figures]) for name in figures[0]}
-
-    def evaluate():
-        loss, figures = compare(by_hand.held_out_of(c, world.rows["pairs_val"]), 0.0)
-        return {"eval/loss": loss.item()} | {f"eval/{name}": x for name, x in figures.items()}
-
-    def learn(picked):
-        loss, figures = compare([world.rows["pairs_train"][i] for i in picked], c.label_smoothing)
-        return loss, {"loss/preference": loss.item()} | {
-            f"train/{name}": x for name, x in figures.items()}
-
-    log = by_hand.train_on(c, by_hand.AdamW(trained, c), "policy", evaluate, learn,
-                           len(world.rows["pairs_train"]))
-    if lora:
-        adapters.merge()
-    return log, dict(policy=policy)
-
-
-def test_dpo_killed_and_resumed_is_the_run_by_hand(world, tmp_path):
-    keys = dpo_keys(world, checkpoint_interval=1)
-    killed = run(DPO, tmp_path, keys, ranks=2, before=at(2, signal.SIGKILL, rank=1))
-    assert killed.codes[1] == -signal.SIGKILL and killed.codes[0] != 0
-    log, models = dpo_by_hand(world, {})
-    assert log[0]["train/margin"] == 0 and abs(log[0]["loss/preference"] - math.log(2)) < 1e-12
-    assert abs(log[-1]["eval/margin"]) > 1e-3  # it has learned something
-    assert_agrees(well(DPO, tmp_path, keys | dict(zero_stage="3", micro_batch_size=1), ranks=2),
-                  log, models)
-
-
-def test_dpo_with_an_adapter(world, tmp_path):
-    out = well(DPO, tmp_path, dpo_keys(world, head_chunk=4, lora="2:6", label_smoothing=0.0))
-    assert_agrees(out, *dpo_by_hand(world, dict(label_smoothing=0.0), (2, 6)))
-
-
-def test_equal_texts_are_a_tie_and_long_pairs_go_as_a_whole(world, tmp_path):
+def test_dpo_has_ties_and_long_pairs_go_as_a_whole(world, tmp_path):
     """Ties also when the policy has moved, and the two have last bits of their own."""
+    script, keys = "recipes/dpo.py", with_options.typed_keys(
+        world, with_options.DPO, "recipes/dpo", dict(eval_size=0, max_iters=2))
     ties = jsonl(f"{tmp_path}/ties.jsonl", [
         dict(prompt="abc", chosen=f"{i}" * (1 + i % 4), rejected=f"{i}" * (1 + i % 4))
         for i in range(20)])
     pair = dict(prompt="1=", chosen="2", rejected="3")
     long = jsonl(f"{tmp_path}/long.jsonl", [pair, pair | dict(rejected="1" * 70)])
-    out = well(DPO, f"{tmp_path}/a", dpo_keys(world, val_path=ties, eval_size=0, max_iters=2))
+    out = well(script, f"{tmp_path}/a", keys | dict(val_path=ties))
     last = read_jsonl(f"{out}/log.jsonl")[-1]
     assert last["eval/accuracy"] == 0.5
     assert last["eval/chosen_reward"] == last["eval/rejected_reward"] != 0
-    keys = dpo_keys(world, train_path=long, max_iters=1, val_path="")
-    assert_one_line(run(DPO, f"{tmp_path}/b", keys), "dpo.py", "long.jsonl", "row 2")
-    dropped = run(DPO, f"{tmp_path}/b", keys | dict(too_long="drop"))
+    keys |= dict(train_path=long, val_path="")
+    assert_one_line(run(script, f"{tmp_path}/b", keys), "dpo.py", "long.jsonl", "row 2")
+    dropped = run(script, f"{tmp_path}/b", keys | dict(too_long="drop"))
     assert dropped.codes == [0] and "\npairs: 1;" in dropped.out[0]
-    assert_one_line(run(DPO, f"{tmp_path}/b", keys | dict(too_long="cut")), "dpo.py", "too_long")
-
-
-def test_the_config_of_dpo_sets_its_keys():
-    keys = read_keys(f"{ROOT}/{DPO}") | read_keys(f"{ROOT}/config/keys.py")
-    config = read_arguments(keys, [f"{ROOT}/config/arithmetic_dpo.py"])
-    assert config["train_path"][0].endswith("pairs_train.jsonl") and keys["beta"].default == 0.1
+    assert_one_line(run(script, f"{tmp_path}/b", keys | dict(too_long="cut")), "dpo.py", "too_long")
