@@ -10,23 +10,19 @@ import re
 import pytest
 import torch
 
+from options import sixteen_bits
+from small_world import rooms_of, wrap
 from test_families import add_vision, save
-from tiny import keys_of, read_log, read_weights, run, well, write
+from tiny import ROOT, keys_of, read_log, read_weights, run, well, write
 
 
 def watch(rank):
     """Note the dtype of each parameter when the run begins."""
-    import parallel
-
-    broadcast = parallel.broadcast_parameters
-
-    def watched(models):
-        models = list(models)
+    def first(models):
         write("dtypes.json", json.dumps([{name: str(p.dtype).removeprefix("torch.")
                                           for name, p in m.named_parameters()} for m in models]))
-        broadcast(models)
 
-    parallel.broadcast_parameters = watched
+    wrap(rooms_of(ROOT), "broadcast_parameters", first)
 
 
 @pytest.mark.parametrize("wide, more", [
@@ -84,23 +80,14 @@ def test_a_vision_part_stays_bit_for_bit(world, tmp_path):
 def overflows(steps, mine):
     """For `before`: in these steps, from 1, the policy's gradient is inf on the rank `mine`."""
     def before(rank):
-        import model
-        import parallel
+        made = []
 
-        made, read = [0], model.response_logprobs
-        zero = parallel.zero_gradients
+        def then(found, *args):
+            if found[0].requires_grad and len(made) in steps and rank == mine:
+                found[0].register_hook(lambda gradient: gradient * torch.inf)
 
-        def zeroed(gradients):
-            made[0] += 1
-            zero(gradients)
-
-        def logprobs(*args, **how):
-            found, entropy = read(*args, **how)
-            if found.requires_grad and made[0] in steps and rank == mine:
-                found.register_hook(lambda gradient: gradient * torch.inf)
-            return found, entropy
-
-        parallel.zero_gradients, model.response_logprobs = zeroed, logprobs
+        wrap(rooms_of(ROOT), "zero_gradients", first=made.append)
+        wrap(rooms_of(ROOT), "response_logprobs", then=then)
 
     return before
 
@@ -119,24 +106,18 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world, tmp_path):
     assert state["run/loss_scale"] == 2.0**11 and state["run/clean_steps"] == 3
 
 
-def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path):
+def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path, monkeypatch):
     """Six overflows come first: below them only a gradient above 64 would overflow by itself."""
-    def before(steps):
-        from options import sixteen_bits
-
-        sixteen_bits.GROWTH = 4
-        return overflows(steps, 0)
-
+    monkeypatch.setattr(sixteen_bits, "GROWTH", 4)
     keys = keys_of(world, "grpo.py", dtype="float16", max_iters=6, eval_path="", num_minibatches=1,
                    num_iterations=3, reward_functions=f"{world.rules}:letters")
-    out = well("grpo.py", tmp_path / "some", keys, before=lambda rank: before(range(1, 7))(rank))
+    out = well("grpo.py", tmp_path / "some", keys, before=overflows(range(1, 7), 0))
     state = json.load(open(f"{out}/checkpoint-000006/state.json"))
     steps = sum(record.get("policy/steps", 0) for record in read_log(out))
     assert state["run/clean_steps"] == steps > 4
     assert state["run/loss_scale"] == 2.0**10 * 2 ** (steps // 4)
-    ended = run("grpo.py", tmp_path, keys | dict(max_iters=30, num_iterations=1),
-                before=lambda rank: before(range(1, 99))(rank))
+    keys |= dict(max_iters=30, num_iterations=1)
+    ended = run("grpo.py", tmp_path, keys, before=overflows(range(1, 99), 0))
     # 20 overflows in a row are an error
     assert ended.codes == [1] and ended.out[0].count("step skipped") == 19, ended
     assert "the gradient of policy" in ended.err[0], ended
-
