@@ -15,58 +15,49 @@ import torch
 import transformers
 from options.alarms import how_broken, say_what_is_wrong, what_is_lost
 from metrics import COLUMNS, evaluation_lines, iteration_line
-from tiny import ROOT, of_copy, read_jsonl, run, well
+from tiny import ROOT, of_copy, read_jsonl, run, well, write
 
 sys.path.insert(0, f"{ROOT}/course")
 clinic = importlib.import_module("clinic")  # it has the toy, and some of the faults
 GRPO, PPO = (keys | dict(reward_functions="accuracy") for keys in (clinic.GRPO, clinic.PPO))
-REWARDS = """
-def longer(batch):
-    return [len(text) / 10 for text in batch["completions"]]
-
-def same(batch):
-    return [1.0 for text in batch["completions"]]
-
-def two(batch):  # one answer for all prompts
-    return [float(text == "2") for text in batch["completions"]]
-
-def other_rows(batch):  # right or not, in another order than the texts
+REWARDS = clinic.REWARDS | dict(  # of texts and their rows
+    same="[1.0 for text in texts]",
+    # right or not, in another order than the texts
+    other_rows=f"[{clinic.RIGHT} for text, row in sorted(zip(texts, rows), key=lambda x: len(x[0]))"
+               "]")
+RULE = """
+def {}(batch):
     texts, rows = batch["completions"], batch["rows"]
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    return [float(texts[i].split("</think>")[-1] == rows[i]["answer"]) for i in order]
+    return {}
 """
 with open(f"{ROOT}/docs/diagnosis.md", encoding="utf-8") as page:
     TABLE = page.read().partition("## The runs")[2]
 ROWS = dict(re.findall(r"^\| (.+?) \| (`.+) \|$", TABLE, re.MULTILINE))
 CLAIM = re.compile(r"`([\w/]+)(?:\[(-?\d+)\])?` ([<>=]) (-?[\d.]+(?:e-?\d+)?)")
-RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
-    "nothing wrong, PPO": (PPO, None),
-    "nothing wrong, GRPO": (GRPO | dict(max_iters=4), None),
-    "a learning rate 100 times too large": (GRPO | dict(learning_rate=0.3), None),
-    "a reward that is always 1": (GRPO | dict(reward_functions="mine.py:same"), None),
-    "a reward of length, `kl_coef` = 1e-9": (
-        PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=5), None),
-    "a reward for one answer to all prompts": (
-        GRPO | dict(reward_functions="mine.py:two", learning_rate=1e-2, kl_coef=1e-9), None),
-    "`kl_coef` = 100": (PPO | dict(kl_coef=100.0), None),
-    "a penalty of the wrong sign, `kl_coef` = 0.3": (PPO | dict(kl_coef=0.3, max_iters=4), (
-        "ppo.py", "rewards = -kl_coef * kl", "rewards = kl_coef * kl")),
-    "`value_learning_rate` = 1e-9": (PPO | dict(value_learning_rate=1e-9), None),
-    "old log-probs of now": (GRPO, (
-        "grpo.py", 'logprobs, mb["old_logprobs"], mb', "logprobs, logprobs.detach(), mb")),
-    "gradients that are never set to 0": (PPO, (
-        "ppo.py", "parallel.zero_gradients(gradients)", "pass")),
-    "`min` in the place of `max`, PPO of six passes": (PPO | dict(ppo_epochs=6, max_iters=2), (
+RUNS = {  # name on the page: keys; and wrong, a line of the code: file, old, new
+    "nothing wrong, PPO": PPO,
+    "nothing wrong, GRPO": GRPO | dict(max_iters=4),
+    "a learning rate 100 times too large": GRPO | dict(learning_rate=0.3),
+    "a reward that is always 1": GRPO | dict(reward_functions="mine.py:same"),
+    "a reward of length, `kl_coef` = 1e-9": PPO | dict(
+        reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=5),
+    "a reward for one answer to all prompts": GRPO | dict(
+        reward_functions="mine.py:two", learning_rate=1e-2, kl_coef=1e-9),
+    "`kl_coef` = 100": PPO | dict(kl_coef=100.0),
+    "a penalty of the wrong sign, `kl_coef` = 0.3": PPO | dict(
+        kl_coef=0.3, max_iters=4, wrong=clinic.FAULTS["F"][-1]),
+    "`value_learning_rate` = 1e-9": PPO | dict(value_learning_rate=1e-9),
+    "old log-probs of now": GRPO | dict(wrong=clinic.FAULTS["H"][-1]),
+    "gradients that are never set to 0": PPO | dict(wrong=clinic.FAULTS["I"][-1]),
+    "`min` in the place of `max`, PPO of six passes": PPO | dict(ppo_epochs=6, max_iters=2, wrong=(
         "ppo.py", "torch.max(pg_losses1, pg_losses2)", "torch.min(pg_losses1, pg_losses2)")),
-    "a sampler that keeps its first weights, bfloat16": (
-        GRPO | dict(dtype="bfloat16", eval_interval=2, max_iters=4), (
+    "a sampler that keeps its first weights, bfloat16": GRPO | dict(
+        dtype="bfloat16", eval_interval=2, max_iters=4, wrong=(
             "grpo.py", "batch = sample_batch(  # COLLECTIVE\n        policy",
             "batch = sample_batch(  # COLLECTIVE\n        ref_policy")),
-    "scores in the order of the lengths, not of the texts": (
-        GRPO | dict(reward_functions="mine.py:other_rows"), None),
+    "scores in the order of the lengths, not of the texts": GRPO | dict(
+        reward_functions="mine.py:other_rows"),
 }
-
-BREAK = ["a learning rate 100 times too large"]  # the run itself says it
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +66,8 @@ def toy(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("toy"))
     assert transformers.GPT2LMHeadModel  # imported once, before the forks
     clinic.write_toy(folder)
-    with open(f"{folder}/mine.py", "w", encoding="utf-8") as f:
-        f.write(REWARDS)
+    write(f"{folder}/mine.py", "import random\n" + "".join(
+        RULE.format(name, scores) for name, scores in REWARDS.items()))
     well("sft.py", folder, clinic.SFT)
     return folder
 
@@ -89,10 +80,9 @@ def test_the_table_has_each_run():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_shows_what_the_page_says(toy, tmp_path, name):
-    (keys, wrong), how, relations = RUNS[name], {}, {
-        ">": float.__gt__, "<": float.__lt__, "=": float.__eq__}
-    keys = keys | dict(out_dir=f"{tmp_path}/out")
-    script = keys.pop("script")
+    how, relations = {}, {">": float.__gt__, "<": float.__lt__, "=": float.__eq__}
+    keys = RUNS[name] | dict(out_dir=f"{tmp_path}/out")
+    script, wrong = keys.pop("script"), keys.pop("wrong", None)
     if "eval/" not in ROWS[name] and name not in SAMPLES:
         keys["eval_path"] = ""  # nothing is said of its evaluations
     if wrong:
@@ -107,7 +97,7 @@ def test_a_run_shows_what_the_page_says(toy, tmp_path, name):
         for value in [values[int(i)]] if i else values:
             assert relations[relation](float(value), float(x)), (metric, values)
     broken = "the policy is broken" in result.out[0]
-    assert broken == (name in BREAK), result.out[0]
+    assert broken == (name == "a learning rate 100 times too large"), result.out[0]
     if name in SAMPLES:
         SAMPLES[name](read_jsonl(f"{tmp_path}/out/samples.jsonl"), log, result.out[0])
 
