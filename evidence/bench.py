@@ -43,6 +43,7 @@ from load import auto_class, autocast, load  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rollout import decode, decoding_copy, response_uniforms  # noqa: E402
 from run import make_optimizer  # noqa: E402
+from tools.runs import read_records, typed  # noqa: E402
 from tools.work import limits, products  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -67,6 +68,12 @@ config, system = configure(globals(), "config/keys.py", argv=None if __name__ ==
 RULE = """def score(batch):
     return [sum(map(ord, text)) % 7 / 7 for text in batch["completions"]]
 """
+
+
+def sizes_of_llama(V, d, layers, heads, key_value_heads, f):
+    """The sizes of a Llama, as in its config.json. V: vocabulary; d: width; f: of the MLP."""
+    return dict(vocab_size=V, hidden_size=d, intermediate_size=f, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=key_value_heads)
 
 
 def make_models(folder, sizes, prompt_length, longest, end_share, system, ppo):
@@ -236,16 +243,14 @@ def iterations(script, folder, keys):
     with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
         run = subprocess.Popen(
-            command + [f"--{key}={value}" for key, value in keys.items()],
-            stdout=subprocess.DEVNULL, stderr=errors,
+            command + typed(keys), stdout=subprocess.DEVNULL, stderr=errors,
             # all cores, as before torch: OpenMP may have pinned this process to one
             preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
         records = []
         while run.poll() is None and len(records) < keys["max_iters"]:
             time.sleep(0.2)
-            if os.path.exists(f"{out}/run/log.jsonl"):
-                with open(f"{out}/run/log.jsonl", encoding="utf-8") as f:
-                    records = [json.loads(line) for line in f if line.endswith("\n")]
+            if os.path.isfile(f"{out}/run/log.jsonl"):
+                records = read_records(f"{out}/run/log.jsonl")
         run.kill()  # it would only save its models now
         run.wait()
         if len(records) < keys["max_iters"]:
@@ -275,9 +280,7 @@ if __name__ == "__main__":
         return limits(script, keys_of(script, folder, keys), P, round(mean), device)
 
     with tempfile.TemporaryDirectory() as folder:
-        sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
-                     num_hidden_layers=n_layer, num_attention_heads=n_head,
-                     num_key_value_heads=n_kv_head)
+        sizes = sizes_of_llama(vocab_size, d_model, n_layer, n_head, n_kv_head, d_ff)
         make_models(folder, sizes, prompt_length, max_new_tokens,
                     2 / max_new_tokens if lengths == "real" else 0.0, system, "ppo" in work)
         P, R = prompt_length, max_new_tokens
@@ -294,11 +297,13 @@ if __name__ == "__main__":
             print_longest(again, device)
         if "update" in work:
             seconds, again = update(folder, system, micro_batch_size, P + R, repeats)
-            # each token behind the first one is a target
+            # each token behind the first one is a target; two such steps, because grpo.py wants
+            # groups of two at least
             T = P + R
-            least, phases = needs("grpo", 1, T - 1, T - 1, batch_size=micro_batch_size)
-            print(f"  update: {seconds:.3f} s ({least['update'] / seconds:.0%}), "
-                  f"{phases['update'].flop / seconds / 1e12:.2f} TFLOP/s", flush=True)
+            least, phases = needs("grpo", 1, T - 1, T - 1, batch_size=2 * micro_batch_size,
+                                  group_size=2, num_minibatches=2)
+            print(f"  update: {seconds:.3f} s ({least['update'] / 2 / seconds:.0%}), "
+                  f"{phases['update'].flop / 2 / seconds / 1e12:.2f} TFLOP/s", flush=True)
             print_longest(again, device)
         for script in [script for script in ("ppo", "grpo") if script in work.split(",")]:
             keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,

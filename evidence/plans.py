@@ -5,14 +5,11 @@ tools/plan.py held against what was measured. It prints the two tables of docs/s
     python evidence/plans.py --rows=cpu        # six runs on this machine, and what --measure said
 """
 import contextlib
-import itertools
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from types import SimpleNamespace
 
 # Python looks for modules in this file's folder; ours are in the folder above it.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -22,36 +19,33 @@ from configurator import configure  # noqa: E402  first: it must be imported bef
 
 import transformers  # noqa: E402
 
-from evidence.bench import keys_of, make_models  # noqa: E402
+from evidence.bench import keys_of, make_models, sizes_of_llama  # noqa: E402
 from tools import memory, plan, work  # noqa: E402
+from tools.runs import read_records, typed  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 rows = "limits"  # to print [limits | cpu]
 only = ""  # of the rows those whose label has this text
-rounds = 1  # of cpu: turns of plan and run [1..100]
-clock = "wall"  # cpu: seconds of a thread, where other programs share the machine [wall | cpu]
 config, system = configure(globals(), "config/keys.py", device_type="cpu")
 # -------------------------------------------------------------------------------------------------
-LLAMA = dict(tie_word_embeddings=False, num_labels=1)
+
+
+def llama(*sizes, tied=False):
+    return transformers.LlamaConfig(**sizes_of_llama(*sizes), tie_word_embeddings=tied,
+                                    num_labels=1, max_position_embeddings=8192)
+
+
+def opt(d, layers, heads, **more):
+    return transformers.OPTConfig(
+        hidden_size=d, ffn_dim=4 * d, num_hidden_layers=layers, num_attention_heads=heads,
+        num_labels=1, max_position_embeddings=2048, **more)
+
+
 MODELS = dict(
-    smollm2=transformers.LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, num_labels=1),
-    llama1b=transformers.LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, **LLAMA),
-    llama8b=transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, **LLAMA),
-    opt350m=transformers.OPTConfig(
-        hidden_size=1024, ffn_dim=4096, num_hidden_layers=24, num_attention_heads=16, num_labels=1,
-        word_embed_proj_dim=512, do_layer_norm_before=False, max_position_embeddings=2048),
-    opt6_7b=transformers.OPTConfig(
-        hidden_size=4096, ffn_dim=16384, num_hidden_layers=32, num_attention_heads=32,
-        max_position_embeddings=2048),
-    opt13b=transformers.OPTConfig(
-        hidden_size=5120, ffn_dim=20480, num_hidden_layers=40, num_attention_heads=40,
-        max_position_embeddings=2048))
+    smollm2=llama(49152, 576, 30, 9, 3, 1536, tied=True),
+    llama1b=llama(128256, 2048, 16, 32, 8, 8192), llama8b=llama(128256, 4096, 32, 32, 8, 14336),
+    opt350m=opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+    opt6_7b=opt(4096, 32, 32), opt13b=opt(5120, 40, 40))
 SMOL = dict(batch_size=512, max_new_tokens=192, micro_batch_tokens=32768)
 CHAT = dict(batch_size=1024, max_new_tokens=256, ppo_epochs=1, value_init="opt350m",
             reward_path="opt350m", reward_functions="reward_model", zero_stage="policy=3,ref=3")
@@ -91,7 +85,7 @@ def limit_rows():
             number, _, card = plan.read_card(cards, "")
             keys = dict(policy_path=policy, reward_functions="accuracy", dtype="bfloat16",
                         world_size=number) | keys
-            _, of = memory.read_run([f"{script}.py"] + [f"--{k}={v}" for k, v in keys.items()])
+            _, of = memory.read_run([script, *typed(keys)])
             with contextlib.redirect_stdout(None), memory.dry_run(script, of) as run:
                 count = work.counted(script, run, P, R)
             least = {phase: x for phase, (x, _) in work.least_of(
@@ -102,7 +96,7 @@ def limit_rows():
                        f"{took / least[phase]:.1f} |")
 
 
-# name: (vocabulary, width, layers, heads, their keys', MLP), prompt, response
+# name: the sizes of sizes_of_llama, prompt, response
 SHAPES = {
     "toy": ((264, 128, 2, 4, 4, 344), 10, 48), "3M": ((512, 256, 4, 4, 4, 688), 32, 128),
     "narrow and deep": ((4096, 256, 12, 8, 2, 768), 48, 64),
@@ -114,55 +108,42 @@ RUNS = [("toy", "ppo", 1, dict(batch_size=256, micro_batch_size=64, num_minibatc
         ("narrow and deep", "ppo", 1, dict(batch_size=32, micro_batch_tokens=1024, ppo_epochs=2,
                                            lora="policy=8")),
         ("as SmolLM2", "grpo", 1, dict(batch_size=8, micro_batch_size=4, group_size=4))]
-CPU_CLOCK = ("import runpy, sys, time; time.perf_counter = time.process_time; "
-             "sys.argv = sys.argv[1:]; sys.path.insert(0, {!r}); "
-             "runpy.run_path(sys.argv[0], run_name='__main__')")
 
 
-def call(folder, number, *argv, ranks=1):
-    """What a program for so many ranks prints; of a run its log is beside it."""
+def call(folder, number, *argv):
+    """What a Python program that makes so many ranks prints."""
     # where threads are pinned, the first one of each rank would be pinned to the same core
     env = {key: x for key, x in os.environ.items() if number == 1 or key != "OMP_PROC_BIND"}
-    start = [sys.executable, *(["-c", CPU_CLOCK.format(ROOT)] if clock == "cpu" else [])]
-    if ranks > 1:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                 f"--nproc_per_node={ranks}"]
-    done = subprocess.run([*start, *argv], cwd=folder, capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, *argv], cwd=folder, capture_output=True, text=True,
+                          env=env)
     assert done.returncode == 0, done.stderr[-500:]
     return done.stdout
 
 
 def cpu_rows():
+    """Lines of the table: of each phase what the plan says, and the run's median."""
     for name, script, number, keys in RUNS:
         label = f"{name}, {script.upper()}{', LoRA' * ('lora' in keys)}, {number} rank(s)"
         if only not in label:
             continue
-        (V, d, layers, heads, kv, f), P, R = SHAPES[name]
-        sizes = dict(vocab_size=V, hidden_size=d, intermediate_size=f, num_hidden_layers=layers,
-                     num_attention_heads=heads, num_key_value_heads=kv)
-        took, said = [], []
+        sizes, P, R = SHAPES[name]
         with tempfile.TemporaryDirectory() as folder:
-            make_models(folder, sizes, P, R, 0.0, SimpleNamespace(device_type="cpu"), True)
-            of = [f"--{key}={value}" for key, value in keys_of(script, folder, dict(
-                max_new_tokens=R, max_iters=4) | keys).items()]
-            for i in range(rounds):
-                text = call(folder, number, f"{ROOT}/tools/plan.py", f"{script}.py", *of,
-                            f"--gpus={number}xcpu", "--measure", f"--length={R}")
-                lines = (line.split() for line in text.splitlines() if line.endswith(" s"))
-                found = {line[0]: float(line[-2]) for line in lines}
-                said.append(dict(rollout=found["sampling"], update=found["update"],
-                                 score=found.get("scoring", 0) + found["reading"]))
-                call(folder, number, f"{ROOT}/{script}.py", *of, f"--out_dir=run{i}",
-                     "--device_type=cpu", ranks=number)
-                with open(f"{folder}/run{i}/log.jsonl", encoding="utf-8") as log:
-                    records = [json.loads(line) for line in itertools.islice(log, 1, 4)]
-                took += [{phase: record[f"time/{phase}"] for phase in (
-                    "rollout", "score", "update", "iteration")} for record in records]
-        both = [{phase: statistics.median(x[phase] for x in many) for phase in said[0]}
-                for many in (said, took)]
-        both = [one | dict(iteration=sum(one.values())) for one in both]
-        cells = [f"{both[0][phase]:.3g}, {both[1][phase]:.3g} s "
-                 f"({both[0][phase] / both[1][phase] - 1:+.0%})" for phase in both[0]]
+            make_models(folder, sizes_of_llama(*sizes), P, R, 0.0, system, ppo=True)
+            of = typed(keys_of(script, folder, dict(max_new_tokens=R, max_iters=4) | keys))
+            text = call(folder, number, f"{ROOT}/tools/plan.py", script, *of,
+                        f"--gpus={number}xcpu", "--measure", f"--length={R}")
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
+            call(folder, number, *torchrun[:4 * (number > 1)], f"{ROOT}/{script}.py", *of,
+                 "--out_dir=run", "--device_type=cpu")
+            records = read_records(f"{folder}/run/log.jsonl")[1:4]
+        lines = (line.split() for line in text.splitlines() if line.endswith(" s"))
+        found = {line[0]: float(line[-2]) for line in lines}
+        said = dict(rollout=found["sampling"], update=found["update"],
+                    score=found.get("scoring", 0) + found["reading"])
+        took = {phase: statistics.median(r[f"time/{phase}"] for r in records) for phase in said}
+        said, took = (one | dict(iteration=sum(one.values())) for one in (said, took))
+        cells = [f"{said[phase]:.3g}, {took[phase]:.3g} s ({said[phase] / took[phase] - 1:+.0%})"
+                 for phase in said]
         yield f"| {label} | {' | '.join(cells)} |"
 
 

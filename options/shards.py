@@ -53,6 +53,18 @@ def offload_of(system, name, trained, is_head=False):
     return for_model(system.offload, name) or "none"
 
 
+def places_of(system, name, trained, adapter):
+    """(stage, offload) of a model that is loaded. Raises BadInput where they cannot be."""
+    stage, offload = stage_of(system, name), offload_of(system, name, trained)
+    if offload not in ("none", "optimizer", "params") or offload == "optimizer" and not trained:
+        raise BadInput(f"offload = {system.offload!r}: wanted none, optimizer (of a trained model) "
+                       "or params, for all models or as policy=optimizer,ref=params")
+    if trained and offload == "params" and (stage < 2 or adapter):
+        raise BadInput(f"offload: the parameters of {name} are always in use unless sharded; type "
+                       f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer")
+    return stage, offload
+
+
 # --------------------------------------------------------------------------------------------------
 # loading
 
@@ -63,14 +75,8 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
     says so (a collective), or waits in the CPU's memory if it is frozen and offload says so.
     """
     whole = trained and not adapter  # with LoRA the model itself is frozen
-    stage, offload = stage_of(system, name), offload_of(system, name, trained)
+    stage, offload = places_of(system, name, trained, adapter)
     splits = rank_and_size()[1] > 1 and stage >= (2 if whole else 3)
-    if offload not in ("none", "optimizer", "params") or offload == "optimizer" and not trained:
-        raise BadInput(f"offload = {system.offload!r}: wanted none, optimizer (of a trained model) "
-                       "or params, for all models or as policy=optimizer,ref=params")
-    if trained and offload == "params" and (stage < 2 or adapter):
-        raise BadInput(f"offload: the parameters of {name} are always in use unless sharded; type "
-                       f"--zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer")
     home = "cpu" if offload == "params" else device
     if not splits:
         model = read_model(path, head, system, home, seed)

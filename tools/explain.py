@@ -31,8 +31,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402  first: it must be imported before torch
 
-import tempfile  # noqa: E402
-
 import metrics  # noqa: E402
 import prompts  # noqa: E402
 import rewards  # noqa: E402
@@ -42,7 +40,7 @@ from checkpoint import find_checkpoint  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from run import Run  # noqa: E402
 from tools.outputs import PAGES, check_outputs  # noqa: E402
-from tools.iteration import begin_at, columns_of, run_script, script_of, show  # noqa: E402
+from tools.iteration import columns_of, keys_of_tool, run_again, script_of, show  # noqa: E402
 from tools.runs import config_of, texts_as_read  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -71,11 +69,10 @@ keys = config_of(checkpoint)
 script = script_of(keys, f"{checkpoint}/config.json", trust_code)
 if keys["roles"] or keys["staleness"]:
     raise BadInput(f"{run} has roles or staleness: its batches are sampled ahead of the update")
-token_ids, _, iteration = keys.pop("token_ids"), keys.pop("script"), state["iteration"]
+token_ids, iteration = keys["token_ids"], state["iteration"]
 passes = "num_iterations" if "group_size" in keys else "ppo_epochs"
 steps = keys[passes]  # so many passes train; one more looks
-keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0, "report_to": "",
-         "eval_interval": max(keys["max_iters"], iteration) + 2}  # no evaluation
+keys = keys_of_tool(keys) | {passes: steps + 1}
 if "max_refills" in keys:
     keys["max_refills"] = 0  # the group stays, even if all its scores are equal
 if iteration >= keys["max_iters"]:  # the run is over: its learning rate would be 0
@@ -144,9 +141,7 @@ prompts.encode_prompts, metrics.add_up, Run.step, Run.log = (
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
 prompts.hash_of_ids = lambda _: token_ids  # the prompts are the run's but for the one asked about
 
-with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-    begin_at(checkpoint, folder)
-    run_script(script, keys, folder, names)
+run_again(script, keys, checkpoint, names)
 
 # -------------------------------------------------------------------------------------------------
 # the table: the first response in the script's variables

@@ -8,8 +8,6 @@ ppo.py or grpo.py runs again, from the last checkpoint before the iteration, or 
 with the keys that the run had then, in a temporary folder; and its variables are looked at. Nothing
 is random but by name, so all numbers are the run's own; they are compared with its log.
 """
-import contextlib
-import io
 import math
 import os
 import shutil
@@ -31,7 +29,7 @@ from model import no_grad_forwards, response_logprobs
 from options.again import keys_at
 from run import Run
 from tools.runs import (
-    config_file_of, config_of, fill_page, read_records, refuse_code, texts_as_read)
+    config_of, fill_page, read_records, refuse_code, run_script, texts_as_read)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "tools", "iteration.html")  # without data
@@ -96,12 +94,9 @@ def replay(run, iteration, trust_code):
             sys.exit()
 
     write_log = Run.log
-    with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-        print(f"computing iterations {first} to {iteration} again", flush=True)
-        if first in checkpoints:
-            begin_at(checkpoints[first], folder)
-        Run.enter, Run.log = enter_and_look, log
-        run_script(script, keys_of_tool(keys), folder, names)
+    print(f"computing iterations {first} to {iteration} again", flush=True)
+    Run.enter, Run.log = enter_and_look, log
+    run_again(script, keys_of_tool(keys), checkpoints.get(first), names)
     compare_with_log(run, records[0])
     return names, records[0], looks
 
@@ -131,22 +126,22 @@ def keys_of_tool(keys):
         epochs=0.0, roles="", generate_tp=1)  # the number of epochs is in max_iters
 
 
-def begin_at(checkpoint, folder):
-    """A run in this folder will begin with a checkpoint of another one."""
-    os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
-    shutil.copy(f"{checkpoint}/config.json", folder)
-
-
-def run_script(script, keys, folder, names):
-    """Run a script with these keys, in a folder, without a line. names: gets its variables."""
+def run_again(script, keys, checkpoint, names):
+    """
+    Run a script with these keys, in a temporary folder, without a line, from another run's
+    checkpoint; None: from the beginning. names: gets its variables.
+    """
     ranks.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
-    names |= {"__name__": "__main__", "__file__": script}
-    argv, sys.argv[1:] = sys.argv[1:], [config_file_of(keys | dict(out_dir=folder), folder)]
-    with open(script, encoding="utf-8-sig") as f:
-        code = compile(f.read(), script, "exec")
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        exec(code, names)
-    sys.argv[1:] = argv
+    with tempfile.TemporaryDirectory(prefix="explain-") as folder:
+        if checkpoint:
+            os.symlink(os.path.abspath(checkpoint), f"{folder}/{os.path.basename(checkpoint)}")
+            shutil.copy(f"{checkpoint}/config.json", folder)
+        # a file, because a text that is typed may lose quotes. It has a folder of its own, because
+        # no run begins in a folder with code
+        file, keys = f"{folder}/keys/keys.py", keys | dict(out_dir=folder)
+        os.mkdir(os.path.dirname(file))
+        write_text(file, "".join(f"{name} = {x!r}\n" for name, x in keys.items()))
+        run_script(script, [file], names)
 
 
 def compare_with_log(run, record):

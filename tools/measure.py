@@ -50,14 +50,6 @@ class Clock:
         found[name] = self.now() - began
 
 
-def check_device(card, wanted):
-    """Raise BadInput where there is nothing to go by: no card and no device. wanted: --measure."""
-    if not card and not wanted:
-        raise BadInput("a CPU has no datasheet here: type --measure, or --card=FILE")
-    if card and wanted and not torch.cuda.is_available():
-        raise BadInput("--measure: torch sees no GPU here; leave it out, or type --gpus=1xcpu")
-
-
 def measure(script, config, P, mean):
     """{(phase, what is at work): seconds}: of "responses" of one step, elsewhere of one call."""
     system = SimpleNamespace(**config)
@@ -98,32 +90,21 @@ def measure(script, config, P, mean):
     ranks.leave()  # COLLECTIVE
     if len(sizes) == 1:
         return seconds[0]
-    deep = {name: model.config.num_hidden_layers for name, model in whole.items()}
+    line = work.to_all_layers(*sizes, {
+        name: model.config.num_hidden_layers for name, model in whole.items()})
     # on a busy machine four layers can seem quicker than two: all take no less than four
-    return {key: max(seconds[4][key], low + (seconds[4][key] - low) / 2 * (
-        deep.get(key[1], max(deep.values())) - 2)) for key, low in seconds[2].items()}
+    return {key: max(seconds[4][key], line(low, seconds[4][key], key[1]))
+            for key, low in seconds[2].items()}
 
 
 def phases_of(script, config, P, mean, took):
     """{phase: seconds of an iteration} from those of `measure`."""
-    of = work.often(script, config, P, mean)
+    def seconds(part, of):
+        passes = of.epochs if part[0] == "update" else 1
+        times = dict(prompts=of.waves, responses=of.steps, step=of.updates)
+        return times.get(part[1], passes * of.micro) * took[part]
 
-    def inference(of):
-        phases = dict(sampling=of.waves * took.get(("rollout", "prompts"), 0)
-                      + of.steps * took.get(("rollout", "responses"), 0))
-        for phase, name in took:
-            if phase == "reading" and name in memory.SHORT and script in ("ppo", "grpo"):
-                kind = "scoring" if name in ("reward_model", "judge") else "reading"
-                phases[kind] = phases.get(kind, 0) + of.micro * took[phase, name]
-        return phases
-
-    phases = inference(of) | dict(update=sum(
-        (of.updates if name == "step" else of.epochs * of.micro) * seconds
-        for (phase, name), seconds in took.items() if phase == "update"))
-    if config.get("eval_path") and config.get("eval_interval"):
-        held = inference(work.often(script, config, P, mean, config["eval_size"] or 256))
-        phases["evaluation"] = sum(held.values()) / config["eval_interval"]
-    return phases
+    return work.of_iteration(script, config, P, mean, took, seconds, 0.0)
 
 
 def on_ranks(argv, script, config, P, mean):

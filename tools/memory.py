@@ -24,7 +24,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import Key, read_arguments, read_keys  # noqa: E402
+from configurator import Key, for_model, read_arguments  # noqa: E402
 
 import contextlib  # noqa: E402
 import functools  # noqa: E402
@@ -43,14 +43,21 @@ from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 import load  # noqa: E402
 import parallel  # noqa: E402
+import ranks  # noqa: E402
+import tokenizer  # noqa: E402
+from checkpoint import unwrapped  # noqa: E402
 from errors import BadInput  # noqa: E402
 from model import (SPARE, Model, decoding_cache, no_grad_forwards,  # noqa: E402
                    response_logprobs, response_values)
 from options import lora, parts, shards  # noqa: E402
 from options.ema import MovingAverage  # noqa: E402
 from options.hub import check_name  # noqa: E402
+from options.optimizers import other_optimizer  # noqa: E402
+from options.too_long import cut_or_drop  # noqa: E402
+from prompts import Rows  # noqa: E402
 from rollout import decoding_copy, draw  # noqa: E402
 from run import make_optimizer  # noqa: E402
+from tools.runs import run_script  # noqa: E402
 
 COLUMNS = "weights", "gradients", "optimizer", "average"
 SHORT = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
@@ -62,10 +69,10 @@ LESS = dict(  # what makes a phase smaller when even one row of it does not fit
     rollout="zero_stage, offload, dtype and max_new_tokens",
     reading="zero_stage, offload and head_chunk",
     update="zero_stage, offload, gradient_checkpointing, head_chunk and lora")
-# torch's collectives: how often the whole tensor goes over a link, but for a rank's own share: a
-# sum is scattered, and gathered. In the first group the whole tensor is the first argument
-LINKS = dict(allreduce_=2, _allgather_base_=1, broadcast_=1, _reduce_scatter_base_=1)
-WHOLE_IS_FIRST = "allreduce_", "_allgather_base_", "broadcast_"
+# torch's collectives: which argument is the whole tensor, and how often it goes over a link, but
+# for a rank's own share: a sum is scattered, and gathered
+LINKS = dict(allreduce_=(0, 2), _allgather_base_=(0, 1), broadcast_=(0, 1),
+             _reduce_scatter_base_=(1, 1))
 # of one row, and of as many as there are, whatever the configuration says
 FEWEST = dict(micro_batch_size=1, micro_batch_tokens=0, rollout_batch_size=1)
 MOST = dict(micro_batch_size=10**6, micro_batch_tokens=0, rollout_batch_size=0)
@@ -73,19 +80,45 @@ BEGAN = time.monotonic()
 
 
 def read_run(argv):
-    """(script, its configuration) of a run's command: grpo.py, its config files and keys."""
+    """
+    (script, its configuration) of a run's command, grpo.py, its config files and keys, and of this
+    tool's OPTIONS. The script itself runs, and checks its keys, until it reads its first folder.
+    Raises BadInput.
+    """
     script = argv[0].removesuffix(".py") if argv else ""
     if script not in ("ppo", "grpo", "sft", "rm"):
         given = [f", not {arg!r}" for arg in argv[:1] if not arg.startswith("--")]
         raise BadInput("type the script first, ppo.py, grpo.py, sft.py or rm.py" + "".join(given))
-    keys = read_keys(f"{ROOT}/{script}.py") | read_keys(f"{ROOT}/config/keys.py") | OPTIONS
-    config = {name: key.default for name, key in keys.items()}
-    config |= {name: value for name, (value, _) in read_arguments(keys, argv[1:]).items()}
+    own, theirs = take(argv[1:], OPTIONS)
+    names = {}  # the script's variables
+
+    def end(*args, **more):
+        sys.exit()
+
+    with replaced((ranks, "init", lambda system: CPU), (load, "load", end),
+                  (tokenizer, "load_tokenizer", end)):
+        run_script(f"{ROOT}/{script}.py", theirs, names)
+    config = vars(names["system"]) | names["config"] | own
     if config["roles"] or config["generate_tp"] > 1 or "8bit" in config["optim"] or (
             config["quantize"] != "none"):
         raise BadInput("this tool counts ranks that do everything, each for itself, and nothing of "
                        "bitsandbytes: type --roles= --generate_tp=1 --optim=adamw --quantize=none")
     return script, config
+
+
+def take(argv, keys):
+    """({name: value} of a tool's own keys, the other arguments). --gpu-gb is --gpu_gb."""
+    values, others = {name: key.default for name, key in keys.items()}, []
+    for arg, behind in zip(argv, [*argv[1:], "VALUE"], strict=True):
+        name, equals, value = arg[2:].partition("=")
+        name = name.replace("-", "_")
+        if not arg.startswith("--") or name not in keys:
+            others.append(arg)
+        elif not equals:
+            raise BadInput(f"a value is missing: type {arg}={behind}")
+        else:
+            values[name], _ = read_arguments(keys, [f"--{name}={value}"])[name]
+    return values, others
 
 
 def sizes_of(script, config):
@@ -170,9 +203,10 @@ def count_of(packet, args, kwargs, out):
     if packet in flop_registry:
         return Count(flop=flop_registry[packet](*args, **kwargs, out_val=out))
     if name in LINKS and dist.is_initialized():
-        tensors = args[0] if name in WHOLE_IS_FIRST else args[1]
-        nbytes = sum(t.nbytes for t in ([tensors] if torch.is_tensor(tensors) else tensors))
-        return Count(sent=LINKS[name] * (1 - 1 / dist.get_world_size()) * nbytes)
+        place, times = LINKS[name]
+        tensors = [args[place]] if torch.is_tensor(args[place]) else args[place]
+        nbytes = sum(t.nbytes for t in tensors)
+        return Count(sent=times * (1 - 1 / dist.get_world_size()) * nbytes)
     return Count()
 
 
@@ -247,6 +281,8 @@ def tokenizer_of(path, system, read=load.load_tokenizer):
     try:
         return read(path, system)
     except BadInput:
+        if os.path.exists(f"{path}/tokenizer_config.json"):  # a key is wrong, such as chat_template
+            raise
         return SimpleNamespace(
             vocab_size=math.inf, vocabulary={}, pad_id=0, eos_ids=set(), stop_strings=(),
             match_model=lambda *args: None, set_padding_apart=lambda: None)
@@ -269,18 +305,23 @@ def build(script, config, device=CPU):
         name, head = dict(sft=("policy", "lm"), rm=("reward_model", "scalar"))[script]
         return {name: load.load(system.init_from, SHORT[name], system, device, head, trained=True)}
     policy = load.load(system.policy_path, "policy", system, device, trained=True)
-    models, rewards = dict(policy=policy), system.reward_functions
+    models = dict(policy=policy)
     if system.kl_coef > 0:
         models["ref_policy"] = load.load_ref_policy(system.policy_path, policy, system, device)
     elif policy.base is not None:
         models["trunk"] = policy.base
-    if "reward_model" in rewards:
+    if system.reward_path:
         models["reward_model"] = load.load_reward_model(system.reward_path, policy, system, device)
     if script == "ppo":
         models["value_model"] = load.load_value_model(
             system.value_init, policy, models.get("reward_model"), system, device)
-    if "judge" in rewards:
+    if system.judge_path:
         models["judge"] = load.load(system.judge_path, "judge", system, device)
+    context = min(model.max_positions for model in models.values())
+    if system.max_new_tokens >= context:  # this raises what the run would
+        key = f"max_new_tokens={system.max_new_tokens} in a context of {context}"
+        cut_or_drop(Rows(path=system.prompts_path), [], context - system.max_new_tokens, "error",
+                    None, len, key)
     return models
 
 
@@ -302,7 +343,8 @@ def equip(models, config):
     def size_of(tensors):
         return sum(parallel.my_part(t).numel() * t.element_size() for t in tensors)
 
-    rows, made, system = {}, [], SimpleNamespace(**config | dict(offload="", weight_decay=0.0))
+    rows, made, system = {}, [], SimpleNamespace(**config | dict(offload=""))
+    of_optimizer = 1e-6, (0.9, 0.999), 1e-5
     for name, model in models.items():
         trained = [p for p in model.parameters() if p.requires_grad]
         rows[name] = dict.fromkeys(COLUMNS, 0) | dict(weights=size_of(model.parameters()))
@@ -312,9 +354,11 @@ def equip(models, config):
                 if p.grad is None:  # shards have none yet
                     dtype = torch.promote_types(p.dtype, torch.float32)
                     p.grad = torch.zeros_like(p, dtype=dtype)
-            optimizer = make_optimizer(model, SHORT[name], system, 1e-6, (0.9, 0.999), 1e-5)
+            # it checks that the key optim goes with offload
+            other_optimizer(model, SimpleNamespace(**config), SHORT[name], *of_optimizer)
+            optimizer = make_optimizer(model, SHORT[name], system, *of_optimizer)
             optimizer.step()
-            states = shards.unwrapped(optimizer).state.values()
+            states = unwrapped(optimizer).state.values()
             states = [t for state in states for t in state.values()]
             rows[name] |= dict(gradients=size_of(p.grad for p in trained),
                                optimizer=size_of(filter(torch.is_tensor, states)))
@@ -418,9 +462,12 @@ def dry_run(script, config, layers=0):
         say_progress(f"loading the models{f', {layers} layers of each' if layers else ''}")
         models = build(script, config)
         rows, made = equip(models, config)
-        for name, model in models.items() if system.offload and system.device_type != "cpu" else ():
-            trained = any(p.requires_grad for p in model.parameters())
-            offload = shards.offload_of(system, SHORT.get(name, "policy"), trained)
+        for name, model in models.items() if system.offload else ():
+            short, trained = SHORT.get(name, "policy"), any(
+                p.requires_grad for p in model.parameters())
+            _, offload = shards.places_of(system, short, trained, for_model(system.lora, short))
+            if system.device_type == "cpu":
+                continue
             away = dict(none=(), optimizer=["optimizer"], params=COLUMNS)[offload]
             moved += sum(rows[name][column] for column in away)
             rows[name] |= dict.fromkeys(away, 0)
@@ -494,8 +541,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
         print(__doc__.strip())
         sys.exit()
-    script, config = read_run([arg.replace("--world-size=", "--world_size=").replace(
-        "--gpu-gb=", "--gpu_gb=") for arg in sys.argv[1:]])
+    script, config = read_run(sys.argv[1:])
     n, _, b, P, R = sizes_of(script, config)
     print(f"{script}.py on each of {config['world_size']} rank(s), {config['dtype']}: texts of {P} "
           f"+ {R} tokens, {b} in a micro-batch{f', {n} decode at once' if n else ''}")

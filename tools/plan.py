@@ -29,7 +29,7 @@ from types import SimpleNamespace
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import Key, read_arguments  # noqa: E402  first: it must be before torch
+from configurator import Key  # noqa: E402  first: it must be before torch
 
 import torch  # noqa: E402
 
@@ -37,6 +37,8 @@ import load  # noqa: E402
 from errors import BadInput  # noqa: E402
 from prompts import encode_prompts, prompt_row, read_rows  # noqa: E402
 from tools import measure, memory, work  # noqa: E402
+from tools.outputs import files_of  # noqa: E402
+from tools.runs import typed  # noqa: E402
 
 # TFLOP/s of products in 16 bits without sparsity, and in float32; memory in GB and its GB/s; GB/s
 # to other GPUs of a machine, and to its CPU, in one direction. docs/scale.md has the sources
@@ -104,6 +106,9 @@ def prompt_length(script, config):
         rows = encode_prompts(rows, dict(policy=model), 1, system)
         return round(statistics.mean(map(len, rows.ids))), "the mean of prompts_path"
     except BadInput:
+        files = files_of(config["prompts_path"])
+        if all(map(os.path.exists, [f"{config['policy_path']}/tokenizer_config.json", *files])):
+            raise
         return config["max_prompt_tokens"] or 512, "the longest; prompts_path is not there"
 
 
@@ -182,19 +187,27 @@ def duration(seconds):
     return f"{seconds / size:.3g} {unit}"
 
 
-def main(argv):
-    for arg, value in zip(argv, [*argv[1:], "VALUE"], strict=True):
-        if arg[2:] in OWN.keys() - {"measure"}:
-            raise BadInput(f"a value is missing: type {arg}={value}")
-    mine = [arg for arg in argv if arg[2:].partition("=")[0] in OWN]
-    own = {name: key.default for name, key in OWN.items()} | {
-        name: value for name, (value, _) in read_arguments(OWN, [
-            "--measure=True" if arg == "--measure" else arg for arg in mine]).items()}
+def read_arguments(argv):
+    """(script, its configuration, OWN keys, number, name, card): see read_card."""
+    own, rest = memory.take(
+        ["--measure=True" if arg == "--measure" else arg for arg in argv], OWN)
     number, name, card = read_card(own["gpus"], own["card"])
-    measure.check_device(card, own["measure"])
-    script, config = memory.read_run(
-        [arg for arg in argv if arg not in mine] + [f"--world_size={number}"] + (
-            [f"--gpu_gb={card['gb'] * ROOM:.4g}"] if card else ["--device_type=cpu"]))
+    if not card and not own["measure"]:
+        raise BadInput("a CPU has no datasheet here: type --measure, or --card=FILE")
+    if card and own["measure"] and not torch.cuda.is_available():
+        raise BadInput("--measure: torch sees no GPU here; leave it out, or type --gpus=1xcpu")
+    given = dict(world_size=number) | (
+        dict(gpu_gb=float(f"{card['gb'] * ROOM:.4g}")) if card else dict(device_type="cpu"))
+    for arg in rest:
+        key, _, value = arg.removeprefix("--").replace("-", "_").partition("=")
+        if value != str(given.get(key, value)):
+            raise BadInput(f"{arg}: --gpus={own['gpus']} means --{key}={given[key]}; "
+                           "leave this out")
+    return *memory.read_run(rest + typed(given)), own, number, name, card
+
+
+def main(argv):
+    script, config, own, number, name, card = read_arguments(argv)
     P, where = (own["prompt"], "--prompt") if own["prompt"] else prompt_length(script, config)
     longest = config["max_new_tokens"] if script in ("ppo", "grpo") else P
     if own["length"] > longest:
@@ -228,8 +241,7 @@ def main(argv):
               "\nNeither rollout_batch_size, micro_batch_tokens, zero_stage nor head_chunk lowers "
               "the limit.")
         for saved, keys in found:
-            typed = " ".join(f"--{key}={value}" for key, value in keys.items())
-            print(f"{-saved:>+12.3g} s   {typed}")
+            print(f"{-saved:>+12.3g} s   {' '.join(typed(keys))}")
 
 
 if __name__ == "__main__":

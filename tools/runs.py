@@ -1,16 +1,19 @@
 """
-Reads the folder of a run: its keys in config.json, its records in log.jsonl, its samples. And how
-sure a mean over prompts is.
+Reads the folder of a run: its keys in config.json, its records in log.jsonl, its samples. Runs a
+script inside of a tool. And how sure a mean over prompts is.
 """
 import contextlib
 import html
+import io
 import json
 import math
 import os
 import re
+import sys
 from statistics import fmean
+from unittest import mock
 
-from configurator import read_json, write_text
+from configurator import read_json
 from errors import BadInput, first_line, say, visible
 from options.home import from_home
 from options.sources import raw_rows, rename
@@ -77,12 +80,19 @@ def as_in_run(argv, key, default, keys):
     return taken
 
 
-def config_file_of(keys, folder):
-    """A config file with these keys, written in a folder: a text that is typed may lose quotes."""
-    os.makedirs(os.path.join(folder, "keys"), exist_ok=True)
-    file = os.path.join(folder, "keys", "keys.py")  # a run would take the folder for one of code
-    write_text(file, "".join(f"{name} = {x!r}\n" for name, x in keys.items()))
-    return file
+def run_script(script, argv, names):
+    """Run a script with these arguments, without a line. names: gets its variables."""
+    names |= {"__name__": "__main__", "__file__": script}
+    with open(script, encoding="utf-8-sig") as f:
+        code = compile(f.read(), script, "exec")
+    with mock.patch.object(sys, "argv", [sys.argv[0], *argv]), contextlib.redirect_stdout(
+            io.StringIO()), contextlib.suppress(SystemExit):
+        exec(code, names)
+
+
+def typed(keys):
+    """The arguments that give a script these keys."""
+    return [f"--{name}={value}" for name, value in keys.items()]
 
 
 def refuse_code(keys, file, trusted):

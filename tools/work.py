@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 import torch
 
+from errors import BadInput
 from options.trunk import layers_of
-from tools.memory import (FEWEST, MOST, SHORT, Count, build, dry_run, fitting, read_run,
-                          say_progress, sizes_of, without_files)
+from tools.memory import (FEWEST, MOST, Count, build, dry_run, fitting, read_run, say_progress,
+                          sizes_of, without_files)
+from tools.runs import typed
 
 
 class Phase(NamedTuple):
@@ -32,6 +34,12 @@ class Phase(NamedTuple):
     flop: float = 0.0
     nbytes: float = 0.0
     sent: float = 0.0
+
+    def __add__(self, other):
+        return Phase(*(x + y for x, y in zip(self, other, strict=True)))
+
+    def __mul__(self, factor):
+        return Phase(*(factor * x for x in self))
 
 
 class Often(NamedTuple):
@@ -66,8 +74,38 @@ def often(script, config, P, mean, rows=None):
     b = min(config["micro_batch_size"], n / minibatches)
     if config["micro_batch_tokens"]:
         b = min(max(1, config["micro_batch_tokens"] // (P + mean)), n / minibatches)
-    return Often(n, math.ceil(n / config.get("group_size", 1)), waves, steps, b, n / b, epochs,
-                 epochs * minibatches)
+    group = config.get("group_size", 1) if rows is None else 1  # an evaluation has one response
+    return Often(n, math.ceil(n / group), waves, steps, b, n / b, epochs, epochs * minibatches)
+
+
+def of_iteration(script, config, P, mean, parts, cost, nothing):
+    """
+    {phase: what it takes} of an iteration: sampling, scoring (by models), reading, update, and more
+    of `parts`; its share of the evaluations. parts: (phase, what is at work) of a step, see
+    memory.step_through. cost: a function of a part and Often; its results are added to `nothing`.
+    """
+    def total(of, parts):
+        phases = {}
+        for part in parts:
+            phase, name = part
+            if phase == "reading" and name in ("reward_model", "judge"):
+                phase = "scoring"
+            phase = "sampling" if phase == "rollout" else phase
+            phases[phase] = phases.get(phase, nothing) + cost(part, of)
+        return phases
+
+    sampled, before = script in ("ppo", "grpo"), ("rollout", "reading")
+    inference = [(phase, name) for phase, name in parts
+                 if sampled and phase in before and name != "trunk"]
+    training = [part for part in parts if part[0] not in before]
+    of = often(script, config, P, mean)
+    phases = dict.fromkeys(("sampling", "scoring", "reading"), nothing)
+    phases |= total(of, inference) | total(of, training)
+    if config.get("eval_path") and config.get("eval_interval"):
+        held_out = often(script, config, P, mean, config["eval_size"] or 256)
+        phases["evaluation"] = sum(total(held_out, inference).values(), nothing) * (
+            1 / config["eval_interval"])
+    return phases
 
 
 def counted(script, run, P, mean):
@@ -119,6 +157,17 @@ def depths_of(script, config):
     return few[0], few[0] + step, deep
 
 
+def to_all_layers(few, more, deep):
+    """
+    The straight line of depths_of: a function (low, high, name) -> what all layers of a model take,
+    where few take low, and more take high. Without a model's name, as in a rollout and in the
+    optimizers' step, it goes by the policy's layers.
+    """
+    policy = deep.get("policy", max(deep.values()))
+    return lambda low, high, name: low + (high - low) / (more - few) * (
+        deep.get(name, policy) - few)
+
+
 def dry_run_by_lines(script, config, depths, wanted):
     """
     (rows, numbers, step) like dry_run's, but through models of few layers and lines to all, see
@@ -131,13 +180,7 @@ def dry_run_by_lines(script, config, depths, wanted):
         with dry_run(script, config, layers) as (rows, numbers, step):
             taken.append((rows, numbers, [step(**keys) for keys in wanted]))
     (rows, numbers, runs), (rows2, numbers2, runs2) = taken[0], taken[-1]
-    few, more, deep = depths or (0, 1, dict.fromkeys(numbers, 0))
-
-    def line(low, high, name):
-        """All layers of a model; a rollout, and the optimizers' step, go by the policy's."""
-        deepest = max(deep.values())
-        return low + (high - low) / (more - few) * (
-            deep.get(name, deep.get("policy", deepest)) - few)
+    line = to_all_layers(*depths or (0, 1, dict.fromkeys(numbers, 0)))
 
     def peak(low, high, name):
         """The other models may be deeper, or less deep."""
@@ -159,57 +202,36 @@ def dry_run_by_lines(script, config, depths, wanted):
 
 def work_of(script, config, count, P, mean):
     """
-    {phase: Phase} of an iteration, see often. count: of counted. The phases are sampling, scoring
-    (by models), reading, update, gradients; to vLLM; an iteration's share of the evaluations.
+    {phase: Phase} of an iteration, see of_iteration; the gradients' all_reduce is a phase of its
+    own. count: of counted.
     """
     counts, cache, numbers, rows = count
     width = getattr(torch, config["dtype"]).itemsize
 
-    def forwards(phase, name, rows, micro, passes=1, gradients=0):
-        """Of a model's rows, in so many micro-batches that read it so many times."""
-        c, (read, trained) = counts[phase, name], numbers[name]
-        return Phase(rows * (c.flop + c.attention),
-                     micro * (passes * read * width + gradients * trained), micro * c.sent)
-
-    def inference(n):
-        """Of so many responses of all ranks: sampling, scoring, reading."""
-        of = often(script, config, P, mean, n)
-        phases = dict(sampling=Phase(), scoring=Phase(), reading=Phase())
-        if script not in ("ppo", "grpo"):
-            return phases
-        prompts, last = counts["rollout", "prompts"], counts["rollout", "responses"]
-        far = (P + mean / 2) / max(P + mean - 1, 1)  # as the attention of the average step
-        tokens = of.rows * (mean - 1)
-        phases["sampling"] = Phase(
-            (of.prompts if n is None else of.rows) * (prompts.flop + prompts.attention)
-            + tokens * (last.flop + last.attention * far),
-            (of.waves + of.steps) * numbers["policy"][0] * width
-            + tokens * (P + mean / 2) * cache, prompts.sent)
-        for name in numbers.keys() & SHORT.keys():
-            phase = "scoring" if name in ("reward_model", "judge") else "reading"
-            phases[phase] = add(phases[phase], forwards("reading", name, of.rows, of.micro))
-        return phases
-
-    of = often(script, config, P, mean)
-    work = inference(None) | dict(update=Phase(), gradients=Phase())
-    for (phase, name), count in counts.items():
-        if phase == "update" and name in numbers:
-            work["update"] = add(work["update"], forwards(
-                phase, name, of.epochs * of.rows, of.epochs * of.micro, passes=2, gradients=8))
-            row = rows[name]
+    def cost(part, of):
+        phase, name = part
+        if phase == "gradients":
+            return Phase(sent=of.updates * counts["update", "step"].sent)
+        c = counts[part]
+        if name == "step":
+            return Phase(of.updates * c.flop)
+        read, trained = numbers[name if name in numbers else "policy"]
+        if name == "prompts":
+            return Phase(of.prompts * (c.flop + c.attention), of.waves * read * width, c.sent)
+        if name == "responses":
+            tokens = of.rows * (mean - 1)
+            far = (P + mean / 2) / max(P + mean - 1, 1)  # as the attention of the average step
+            return Phase(tokens * (c.flop + c.attention * far),
+                         of.steps * read * width + tokens * (P + mean / 2) * cache)
+        of_row, nbytes, states, row = c.flop + c.attention, read * width, 0, rows[name]
+        if phase == "update":  # backward the weights are read again, and the gradients added to
+            nbytes = 2 * nbytes + 8 * trained
             states = 2 * (row["weights"] + row["optimizer"]) + row["gradients"]
-            work["update"] = add(work["update"], Phase(nbytes=of.updates * states))
-        elif phase == "update":
-            work["update"] = add(work["update"], Phase(of.updates * count.flop))
-            work["gradients"] = Phase(sent=of.updates * count.sent)
-    if config.get("eval_path") and config.get("eval_interval"):
-        each = functools.reduce(add, inference(config["eval_size"] or 256).values())
-        work["evaluation"] = Phase(*(x / config["eval_interval"] for x in each))
-    return work
+        passes = of.epochs if phase == "update" else 1
+        return Phase(passes * of.rows * of_row, passes * of.micro * nbytes + of.updates * states,
+                     passes * of.micro * c.sent)
 
-
-def add(one, other):
-    return Phase(*(x + y for x, y in zip(one, other, strict=True)))
+    return of_iteration(script, config, P, mean, [*counts, ("gradients", "step")], cost, Phase())
 
 
 def least_of(work, card):
@@ -232,7 +254,7 @@ def limits(script, keys, P, mean, device):
     Of an iteration with these keys, {key: value}, on the device that is there: {phase: the least
     seconds}, as the log has its phases, and the Phases of work_of.
     """
-    _, config = read_run([f"{script}.py"] + [f"--{key}={value}" for key, value in keys.items()])
+    _, config = read_run([script, *typed(keys)])
     with contextlib.redirect_stdout(None), dry_run(script, config) as run:
         work = work_of(script, config, counted(script, run, P, mean), P, mean)
     dtype, steps = getattr(torch, config["dtype"]), often(script, config, P, mean).steps + 1
@@ -274,9 +296,12 @@ def helpful(script, config, count, fits, P, mean, speed, depths):
               if config["world_size"] > 1 and x != config["zero_stage"]]
     others.append(dict(head_chunk=0 if config["head_chunk"] else 1024))
     for other in others:
-        say_progress("with " + " ".join(f"--{key}={value}" for key, value in other.items()))
-        with contextlib.redirect_stdout(None):
-            run = dry_run_by_lines(script, config | other, depths, [one_row(script, P, mean)])
+        say_progress(f"with {' '.join(typed(other))}")
+        try:
+            with contextlib.redirect_stdout(None):
+                run = dry_run_by_lines(script, config | other, depths, [one_row(script, P, mean)])
+        except BadInput:
+            continue  # such as stage 3 with adafactor
         fits = fitting(script, config | other, run[2])
         if all(rows for rows, _ in fits.values()):  # not, where one row does not fit
             after = with_most(script, config | other, fits)

@@ -86,7 +86,8 @@ def test_rows_by_hand(llama, tmp_path):
     for name in ("policy", "reward_model"):
         os.makedirs(tmp_path / name)
         shutil.copy(llama / name / "config.json", tmp_path / name)
-    paths = [f"--policy_path={tmp_path}/policy", f"--reward_path={tmp_path}/reward_model"]
+    paths = [f"--policy_path={tmp_path}/policy", f"--reward_path={tmp_path}/reward_model",
+             "--max_new_tokens=40"]
 
     def rows(*more):
         with dry_run(*read_run(["ppo.py", *paths, *more])) as (found, _, _):

@@ -158,9 +158,14 @@ def test_measured_on_this_cpu_with_two_ranks(tmp_path):
     ("--gpus=1xmine --card=small.json", "even with one row"),
     pytest.param("--gpus=2xL4 --measure", "1xcpu", marks=pytest.mark.skipif(
         torch.cuda.is_available(), reason="a GPU is here")),
+    ("--gpus=8xL4 --world_size=4", "leave this out"), ("--gpus=8xL4 --gpu-gb=80", "leave this out"),
+    ("--gpus=1xcpu --measure --device_type=cuda", "leave this out"),
+    ("--gpus=1xL4 --prompts_path=bad.jsonl", "bad.jsonl, line 2"),
     ("--gpus=1xL4 --policy_path=no/where", "no/where")])
 def test_what_is_typed_wrong(argv, word, tmp_path):
     transformers.LlamaConfig(**SMALL).save_pretrained(tmp_path / "policy")
+    write_byte_tokenizer(tmp_path / "policy", ["<think>", "</think>"])
+    jsonl(tmp_path / "bad.jsonl", [dict(prompt="a"), dict(question="b")])
     write(tmp_path / "card.json", '{"tflops": 1}')
     write(tmp_path / "small.json", '{"tflops": 1, "tflops32": 1, "gb": 0.0001, "bandwidth": 9, '
                                    '"link": 9, "host": 9}')
@@ -185,3 +190,52 @@ def test_the_config_of_an_8b_starts_on_eight_ranks(tmp_path):
     assert set(run.wait().codes) == {0}, run
     first = read_jsonl(tmp_path / "out/log.jsonl")[0]
     assert first["objective/length"] > 0 and first["time/update"] > 0
+
+
+def test_keys_that_the_script_refuses_are_not_proposed(tmp_path):
+    """Adafactor is at stage 1 at most."""
+    transformers.LlamaConfig(**SMALL).save_pretrained(tmp_path)
+    out = plan(tmp_path, "grpo.py", *typed(dict(
+        policy_path=tmp_path, reward_functions="accuracy", max_new_tokens=32, batch_size=16,
+        optim="adafactor")), "--gpus=2xL4", "--prompt=9")
+    assert out.codes == [0] and "--zero_stage" not in out.out[0].partition("with other keys")[2]
+
+
+# what a script refuses before it loads a model, or while it does
+REFUSED = """
+grpo.py --batch_size=12
+grpo.py --num_minibatches=9
+grpo.py --kl_coef=0.1 --kl_estimator=k1
+grpo.py --max_refills=1 --refill_by=format
+grpo.py --reward_functions=acuracy
+grpo.py --reward_functions=0.5*reward_model
+grpo.py --max_turns=3
+grpo.py --max_new_tokens=64
+grpo.py --zero_stage=4
+grpo.py --offload=policy=params
+grpo.py --optim=adafactor --offload=optimizer
+grpo.py --chat_template=nowhere.jinja
+ppo.py --value_init=reward
+sft.py --kl_coef=0.1
+sft.py --epochs=1 --max_iters=2
+rm.py --too_long=cut
+rm.py --teacher=policy --label_smoothing=0.1
+"""
+
+
+@pytest.mark.parametrize("command", REFUSED.strip().split("\n"))
+def test_what_a_script_refuses(command, world, tmp_path):
+    """plan.py and memory.py refuse it with the same line."""
+    script, *more = command.split()
+    keys = dict(init_from=world.policy, batch_size=8, device_type="cpu")
+    if script in ("ppo.py", "grpo.py"):
+        keys = dict(policy_path=world.policy, prompts_path=world.rl_train, max_new_tokens=4,
+                    batch_size=8, reward_functions="accuracy", device_type="cpu")
+    keys |= dict(arg[2:].split("=", 1) for arg in more)
+    said = []
+    for program, argv in ((script, []), ("tools/memory.py", [script]),
+                          ("tools/plan.py", [script, "--gpus=1xcpu", "--measure"])):
+        out = Started(program, [*argv, *typed(keys)], str(tmp_path)).wait()
+        assert out.codes == [2], out
+        said.append(out.err[0].splitlines()[-1].partition(": error: ")[2])
+    assert said[0] and said[1:] == said[:1] * 2
