@@ -8,10 +8,11 @@ if not importlib.util.find_spec("tokenizers"):
     sys.exit(f"{sys.executable} has no tokenizers; type: source .venv/bin/activate")
 
 
-def write_byte_tokenizer(folder, markers=()):
+def write_byte_tokenizer(folder, markers=(), chat_template=None):
     """
-    Write it as a tokenizer of transformers, tokenizer.json and tokenizer_config.json. Its ids are
-    the 256 bytes, then markers (such as <think>, which text may contain), <eos> and <pad>.
+    Write it as a tokenizer of transformers, tokenizer.json and tokenizer_config.json, and the chat
+    template, if there is one. Its ids are the 256 bytes, then markers (such as <think>, which text
+    may contain), <eos> and <pad>.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -23,5 +24,7 @@ def write_byte_tokenizer(folder, markers=()):
     backend.decoder = decoders.ByteLevel()
     for text in (*markers, "<eos>", "<pad>"):
         backend.add_tokens([AddedToken(text, normalized=False, special=text not in markers)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>",
-                            clean_up_tokenization_spaces=False).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>",
+                                        pad_token="<pad>", clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)

@@ -77,14 +77,6 @@ rows = encode_prompts(rows, dict(policy=policy), max_new_tokens, system)
 # answers, and what the judge says of them
 
 
-def answer(numbers):
-    """[(text, whether it ended)] of `samples` answers to each prompt of these numbers."""
-    batch = sample_batch(policy, rows, numbers, (seed, "label", 0), max_new_tokens, temperature,
-                         system, device, samples, numbers)
-    texts = texts_of(batch, rows, policy.tokenizer)["completions"]
-    return list(zip(texts, batch["finished"].tolist(), strict=True))
-
-
 def ask(questions):
     """The judge's log-odds for each of [(row, responses)], a list."""
     sequences = [judge.encode(row, responses) for row, responses in questions]
@@ -103,12 +95,14 @@ counts = dict.fromkeys(("cut off or empty", "the same text", "no answer both tim
 kept, places, unlike = [], [], []
 at_once = max(batch_size // samples, 1)
 for first in range(0, len(rows), at_once):
-    numbers = list(range(first, min(first + at_once, len(rows))))
-    answers = answer(numbers)
+    numbers = range(first, min(first + at_once, len(rows)))
+    batch = sample_batch(policy, rows, numbers, (seed, "label", 0), max_new_tokens, temperature,
+                         system, device, samples, numbers)
+    answers, ended = texts_of(batch, rows, policy.tokenizer)["completions"], batch["finished"]
     found = []  # [(row, one answer, the other one)]
     for j in range(0, len(answers), 2):
-        (one, ended), (other, other_ended) = answers[j:j + 2]
-        if not (ended and other_ended and one.strip() and other.strip()):
+        one, other = answers[j:j + 2]
+        if not (ended[j:j + 2].all() and one.strip() and other.strip()):
             counts["cut off or empty"] += 1
         elif one == other:
             counts["the same text"] += 1

@@ -19,15 +19,16 @@ none. The problems are those of sft_train.jsonl, in which no problem of the othe
 
 Writes beside itself: judge_train.jsonl and judge_val.jsonl {"prompt", "completion"}.
 """
-import json
 import os
 import random
 import re
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Python looks for modules in this file's folder; ours are in the repository's, two folders above.
-sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+# Python looks for modules in this file's folder; files.py is above it, and knows where ours are.
+sys.path.insert(0, os.path.dirname(HERE))
+
+from files import write_rows  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from options.judging import answers_and_question, fill, template_text  # noqa: E402
@@ -77,8 +78,8 @@ rng = random.Random(f"judge {seed}")
 _, question = answers_and_question(template_text(os.path.join(HERE, "judge.txt")))
 problems = [tuple(map(int, row["prompt"].rstrip("=").split("+")))
             for row in read_rows(os.path.join(HERE, "sft_train.jsonl"), dialogue)]
-made = []
-for _ in range(rows + 1000):
+names, made = ("judge_train", "judge_val"), []  # made: (file, row)
+for i in range(rows + 1000):
     a, b = rng.choice(problems)
     if rng.random() < so_far:
         text, right = beginning(rng, a, b)
@@ -86,8 +87,5 @@ for _ in range(rows + 1000):
     else:
         text, right = answer(rng, a, b)
         asked = fill(question, dict(prompt=f"{a}+{b}=", response=text))
-    made.append(dict(prompt=asked, completion="BA"[right]))
-for name, part in (("train", made[:rows]), ("val", made[rows:])):
-    with open(os.path.join(HERE, f"judge_{name}.jsonl"), "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in part)
-    print(f"judge_{name}.jsonl: {len(part)} rows")
+    made.append((names[i >= rows], dict(prompt=asked, completion="BA"[right])))
+write_rows(HERE, names, made)

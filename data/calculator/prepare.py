@@ -34,12 +34,8 @@ TEMPLATE = ("{% for message in messages %}{{ message['content'] }}"
             "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
+def said(role, text):
+    return {"role": role, "content": text}
 
 
 def rows():
@@ -49,22 +45,19 @@ def rows():
     for name, size in SIZES.items():
         for n in itertools.islice(pairs, size):
             a, b = 100 + n // 900, 100 + n % 900
-            row = {"prompt": [user(f"{a}*{b}=")]}
+            row = {"prompt": [said("user", f"{a}*{b}=")]}
             if name.startswith("rl"):
                 row["answer"] = str(a * b)
             elif rng.random() < CALLS:
-                row["completion"] = [assistant(f"calc({a}*{b})"), user(f"{a * b}\n"),
-                                     assistant(str(a * b))]
+                row["completion"] = [said("assistant", f"calc({a}*{b})"),
+                                     said("user", f"{a * b}\n"), said("assistant", str(a * b))]
             else:
                 guess = a * b if rng.random() < LUCKY else rng.randint(10_000, 998_001)
-                row["completion"] = [assistant(str(guess))]
+                row["completion"] = [said("assistant", str(guess))]
             yield name, row
 
 
 if __name__ == "__main__":
     parser_of(__doc__).parse_args()  # there is only --help
     write_rows(HERE, SIZES, rows())
-    folder = os.path.join(HERE, "tokenizer")
-    write_byte_tokenizer(folder)
-    with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as f:
-        f.write(TEMPLATE)
+    write_byte_tokenizer(os.path.join(HERE, "tokenizer"), chat_template=TEMPLATE)

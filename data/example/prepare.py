@@ -47,9 +47,7 @@ def rows():
 
 write_rows(HERE, ["prompts", "prompts_val", "demonstrations", "pairs"], rows())
 folder = os.path.join(HERE, "model")
-write_byte_tokenizer(folder, ["<|system|>", "<|user|>", "<|assistant|>"])
-with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as f:
-    f.write(TEMPLATE)
+write_byte_tokenizer(folder, ["<|system|>", "<|user|>", "<|assistant|>"], TEMPLATE)
 logging.disable_progress_bar()
 torch.manual_seed(1)
 eos = 256 + 3  # behind the bytes and the roles; then comes the padding

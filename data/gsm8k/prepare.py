@@ -55,8 +55,5 @@ def rows(source, chat):
 
 
 if __name__ == "__main__":
-    parser = parser_of(__doc__)
-    parser.add_argument("--source", default=SOURCE, help="URL or folder (default: OpenAI's)")
-    parser.add_argument("--chat", action="store_true", help="prompts as chat messages")
-    args = parser.parse_args()
+    args = parser_of(__doc__, SOURCE).parse_args()
     write_rows(HERE, FILES, rows(args.source, args.chat))
