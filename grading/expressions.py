@@ -237,11 +237,9 @@ def same_formulas(pairs, workers, seconds):
     end, found = time.monotonic() + seconds, [None] * len(pairs)
     workers = min(workers, 1 + len(pairs) // 16)  # a start takes as long as a hundred pairs
     with ThreadPoolExecutor(workers, initializer=use_all_cpus) as pool:
-        parts = [range(first, len(pairs), workers) for first in range(workers)]
-        for part, verdicts in zip(parts, pool.map(
-                lambda part: ask([pairs[i] for i in part], end), parts), strict=True):
-            for i, same in zip(part, verdicts, strict=True):
-                found[i] = same
+        for first, same in enumerate(pool.map(
+                lambda first: ask(pairs[first::workers], end), range(workers))):
+            found[first::workers] = same
     return found
 
 

@@ -135,21 +135,12 @@ for record in records:
 # figures of the samples to one prompt: lists of n texts or numbers
 
 
-def pass_at_k(truths, k):
-    """
-    The chance that one of k samples is right, (Chen et al., arXiv 2107.03374, equation 1): the
-    share of all sets of k of the n samples that have a right one. It is unbiased; 1 - (1 - right /
-    n)^k is not. Of 4 samples one is right, k = 2: 1 - (3 over 2) / (4 over 2) = 0.5.
-    """
-    n, right = len(truths), sum(truths)
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
-
-
 def best_of_k(scores, values, k):
     """
     The value of the best of k samples, the one with the highest score, of equal ones any: the mean
     over all sets of k of the n samples. Scores 3, 1, 2, which are their own values, and k = 2: the
-    best of the sets are 3, 3, 2, so 2.667.
+    best of the sets are 3, 3, 2, so 2.667. With whether each sample is right for both it is pass@k,
+    unbiased (Chen et al., arXiv 2107.03374, equation 1): of 4 samples one is right, k = 2: 0.5.
     """
     n, total = len(scores), 0.0
     for score in set(scores):
@@ -216,7 +207,7 @@ def figures_of(prompts, mode):
             judged = scores_of(prompt, right)
             if judged and (k > 1 or right_by != "accuracy"):
                 truths = [x == 1 for x in judged[0]]
-                numbers.setdefault(f"pass@{k}", []).append(pass_at_k(truths, k))
+                numbers.setdefault(f"pass@{k}", []).append(best_of_k(truths, truths, k))
                 if right_by == "accuracy":
                     answers = [record["answer"] for record in prompt]
                     numbers.setdefault(f"majority@{k}", []).append(
