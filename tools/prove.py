@@ -374,9 +374,10 @@ class Proof:
         if kind in ("models", "own") and named:  # a key has made it fail
             return ", and ".join(WHY["typed" if name in self.typed else "small"].format(
                 name=name, value=self.keys[name]) for name in sorted(named))
-        path = "prompts_path" if "prompts_path" in self.keys else "train_path"
-        return WHY[kind].format(path=path, batch=self.keys["batch_size"], rows=(
-            "those that you typed" if path in self.typed else self.world.read))
+        path = next((name for name in ("prompts_path", "train_path") if name in self.keys), "KEY")
+        rows = "those that you typed" if path in self.typed else vars(self.world).get(
+            "read", "the tool's own")
+        return WHY[kind].format(path=path, batch=self.keys.get("batch_size"), rows=rows)
 
     def check(self, name, promise, changed, other):
         """Compare a run with another one; returns where they part, or None."""
