@@ -17,6 +17,7 @@ import torch
 import ranks
 from gae import compute_gae
 from load import load
+from model import response_values
 from options import decoding_graph
 from rollout import draw
 from test_families import NO_SCORES, READ, rows_of_texts, save
@@ -97,7 +98,8 @@ def test_gradients_and_scores_agree_with_the_cpu(name, tmp_path):
                 *compute_gae(rewards, rewards.cos(), m, 0.99, 0.95)]
         if name not in NO_SCORES:
             scorer = load(f"{tmp_path}/scalar", "reward", system, device, "scalar")
-            here += [scorer.scores(ids, last.to(device)), scorer.values(ids, m)]
+            values = response_values(scorer, dict(tokens=ids, response_mask=m))
+            here += [scorer.scores(ids, last.to(device)), values]
         found.append([x.cpu() for x in here])
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() < 3e-4 * max(1, a.abs().max())
