@@ -5,7 +5,7 @@
 # Every step is a command that you could type yourself; it is printed before it runs. After Ctrl-C
 # the same command goes on. After its end, or with another seed, it begins anew, and first deletes
 # the folders of the earlier run; to begin anew after Ctrl-C: rm out/quickstart_seed.
-# RANKS=1: on one process, as README's table; else on two where there are two cores.
+# On two ranks where there are two cores, as README's table; RANKS=1: on one process.
 # SFT, PAIRS, RM, PPO: more keys of the steps, as PPO="--max_iters=40 --kl_coef=0".
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
