@@ -25,11 +25,13 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../tests"))
 import conftest  # noqa: F401  first: it puts the repository on the path
 
+import checkpoint
 import tiny
 
 TIMEOUT, GRACE = 20, 25  # seconds: of the scripts; and how much later a rank must have ended
@@ -62,13 +64,14 @@ def inject(rank, fault, counted):
     import torch.distributed as dist
     from transformers import modeling_utils
 
-    import checkpoint
-
     out, real_open, real_save = os.path.abspath("out"), builtins.open, checkpoint.save_file
     count_file = os.open(counted, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     numbers = iter(range(1, sys.maxsize))
 
-    def die():
+    def die(file="", start=0):
+        """A file that was just written loses half of what stands in it from `start` on."""
+        if file:
+            os.truncate(file, start + (os.path.getsize(file) - start) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def reach():
@@ -96,30 +99,25 @@ def inject(rank, fault, counted):
 
         setattr(owner, name, wrapped)
 
-    for name in COLLECTIVES:
-        wrap(dist, name)
-    for name in FILES:
-        wrap(os, name, inside)
-
-    def cut(path, start):
-        os.truncate(path, start + (os.path.getsize(path) - start) // 2)
-        die()
-
     def opened(path, mode="r", *args, **how):
         if not set("wax+") & set(mode) or isinstance(path, int) or not inside(path):
             return real_open(path, mode, *args, **how)
         dies, file = reach(), real_open(path, mode, *args, **how)
         start, close = os.path.getsize(path), file.close  # 0, unless the file is appended to
         if dies:
-            file.close = lambda: (close(), cut(path, start))
+            file.close = lambda: (close(), die(path, start))
         return file
 
     def saved(tensors, filename, *args, **how):
         dies = reach()
         real_save(tensors, filename, *args, **how)
         if dies:
-            cut(filename, 0)
+            die(filename)
 
+    for name in COLLECTIVES:
+        wrap(dist, name)
+    for name in FILES:
+        wrap(os, name, inside)
     builtins.open = opened
     checkpoint.save_file = modeling_utils.safe_save_file = saved
 
@@ -141,8 +139,7 @@ def launch(world, job, folder, fault=None):
     if "max_refills" in keys:
         keys["reward_functions"] = f"{world.rules}:sometimes"  # flat groups
     for name in ("pids", "codes"):
-        if os.path.exists(f"{folder}/{name}"):
-            os.remove(f"{folder}/{name}")
+        Path(folder, name).unlink(missing_ok=True)
     launcher = os.fork()
     if launcher:
         return launcher
@@ -215,28 +212,22 @@ def run_once(world, job, folder, fault=None):
 
 def records(folder):
     """The whole lines of the log."""
-    log = f"{folder}/out/log.jsonl"
-    lines = open(log, encoding="utf-8").read().split("\n") if os.path.exists(log) else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return [record for _, record in checkpoint.lines_of(f"{folder}/out/log.jsonl")]
 
 
 def left_by(folder):
     """All that must be the same, {path: what is there}."""
-    found, out = {}, f"{folder}/out"
-    for d, folders, files in os.walk(out):
-        found |= {os.path.relpath(os.path.join(d, name), out): "folder" for name in folders}
-        for path in (os.path.join(d, name) for name in files if name not in (".lock", "log.jsonl")):
-            with open(path, "rb") as f:
-                found[os.path.relpath(path, out)] = hashlib.file_digest(f, "sha256").hexdigest()
-    return found | {"log": str(tiny.read_log(out) if os.path.exists(f"{out}/log.jsonl") else [])}
+    out = Path(folder, "out")
+    found = {str(path.relative_to(out)): "folder" if path.is_dir() else
+             hashlib.sha256(path.read_bytes()).hexdigest() for path in out.rglob("*")
+             if path.name not in (".lock", "log.jsonl")}
+    return found | {"log": str(tiny.read_log(out) if (out / "log.jsonl").exists() else [])}
 
 
 def newest(folder):
     """The iteration of the newest good checkpoint, 0 if there is none."""
-    from checkpoint import damage, list_checkpoints, iteration_of
-
-    return max((iteration_of(f) for f in list_checkpoints(f"{folder}/out") if damage(f) is None),
-               default=0)
+    good = [f for f in checkpoint.list_checkpoints(f"{folder}/out") if not checkpoint.damage(f)]
+    return max(map(checkpoint.iteration_of, good), default=0)
 
 
 def trial(world, job, whole, faults, folder):
