@@ -144,7 +144,7 @@ def test_lines_fit_and_samples_are_questions_with_their_answers():
 
 
 @pytest.mark.parametrize("kl, length, moved, ends, first, broken", [
-    (378, 48, 30, 0.0, 1.0, True), (None, 48, 5, 0.1, 0.9, True), (30, 48, 0, 0.3, 0.9, True),
+    (378, 48, 30, 0.0, 1.0, True), (None, 48, 5, 0.1, 0.9, True), (30, 48, 0, 0.55, 0.9, True),
     (16.7, 44, 0.13, 0.96, 1.0, False),  # reward hacking, of README
     (1.3, 2, 0.1, 1.0, 0.99, False),  # one word that it is sure of now
     (400, 8000, 0.001, 0.2, 0.9, False),  # long thoughts that are cut off
