@@ -83,15 +83,6 @@ class Seen:
         if self.no_waits or self.recording:
             raise Waits(f"{what} waits for the GPU")
 
-    def functions(self):
-        """{name in torch.cuda: what takes its place}"""
-        return dict(
-            CUDAGraph=Graph, Stream=mock.Mock, current_stream=mock.Mock,
-            stream=contextlib.nullcontext,
-            set_sync_debug_mode=lambda mode: setattr(self, "no_waits", mode == "error"),
-            get_device_capability=lambda device: (9, 0), get_device_name=lambda device: "pretended",
-            empty_cache=lambda: setattr(self, "full", False))
-
 
 seen = Seen()
 
@@ -151,10 +142,10 @@ class Redirect(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), getattr(function, "__name__", "")
-        if name == "__get__" and function == torch.Tensor.device.__get__:
+        if function == torch.Tensor.device.__get__:
             real = function(*args)
             return GPU if real.type == "cpu" and place(args[0]) == "gpu" else real
-        if name == "__get__" and function == torch.Tensor.is_cuda.__get__:
+        if function == torch.Tensor.is_cuda.__get__:
             return place(args[0]) == "gpu"
         if name in ("numpy", "__array__") and place(args[0]) == "gpu":
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -171,7 +162,7 @@ class Redirect(TorchFunctionMode):
                 seen.backward = False
             return None
         if name == "cpu":
-            return moved(args[0], "cpu", args[0])
+            return moved(args[0], "cpu")
         if function is torch.Tensor.to:
             target, dtype = place(args[0]), args[0].dtype
             for x in (*args[1:], *kwargs.values()):
@@ -181,17 +172,16 @@ class Redirect(TorchFunctionMode):
                     dtype = x
                 elif isinstance(x, (str, torch.device)):
                     target = wanted_place(x) or target
-            return moved(args[0], target, args[0] if dtype == args[0].dtype else
-                         function(args[0], dtype))
+            return moved(args[0] if dtype == args[0].dtype else function(args[0], dtype), target)
         if kwargs.get("device") is not None and wanted_place(kwargs["device"]):
             target, kwargs["device"] = wanted_place(kwargs["device"]), "cpu"
-            result = function(*args, **kwargs)
-            return moved(result, target, result, made_there=name not in ("tensor", "as_tensor"))
+            made_there = name not in ("tensor", "as_tensor")
+            return moved(function(*args, **kwargs), target, made_there)
         return function(*args, **kwargs)
 
 
-def moved(before, target, t, made_there=False):
-    """t in the place `target`: t itself, or if `before` is elsewhere a copy."""
+def moved(t, target, made_there=False):
+    """t in the place `target`: t itself, or if it is elsewhere a copy."""
     if t.is_meta or place(t) == target:
         return t
     if not made_there:
@@ -263,10 +253,15 @@ def gpu():
     # the devices unseen
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     before, checks["default"] = checks["default"], checks["none"]
+    of_cuda = dict(
+        CUDAGraph=Graph, Stream=mock.Mock, current_stream=mock.Mock, stream=contextlib.nullcontext,
+        set_sync_debug_mode=lambda mode: setattr(seen, "no_waits", mode == "error"),
+        get_device_capability=lambda device: (9, 0), get_device_name=lambda device: "pretended",
+        empty_cache=lambda: setattr(seen, "full", False))
+    of_torch = {name: on_cpu(getattr(torch, name)) for name in AUTOCAST}
     try:
-        with mock.patch.multiple(torch.cuda, **seen.functions()), mock.patch.multiple(
-                torch, **{name: on_cpu(getattr(torch, name)) for name in AUTOCAST}), (
-                Check()), Redirect():
+        with mock.patch.multiple(torch.cuda, **of_cuda), mock.patch.multiple(
+                torch, **of_torch), Check(), Redirect():
             yield seen
     finally:
         checks["default"] = before

@@ -19,14 +19,13 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import parallel
 import pretend
 import ranks
-import tiny
 from load import autocast, load
 from model import SPARE, decoding_cache, roomy_layer
 from options import decoding_graph
 from rollout import decoding_copy
 from test_families import rows_of_texts, save
 from test_model import CPU
-from tiny import answer, assert_same_run, in_a_fork, keys_of, keys_of_system, read_jsonl, run
+from tiny import answer, assert_same_run, in_a_fork, keys_of, keys_of_system, read_jsonl, well
 
 # prompts of several lengths, one of them twice; rows leave at different steps
 PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
@@ -62,14 +61,16 @@ def begin(rank):
 
 
 RUNS = {
-    "ppo.py": dict(ppo_epochs=1, num_minibatches=1, deterministic=True, kl_estimator="k2",
-                   entropy_coef=0.1, ema_decay=0.5, head_chunk=5),
-    "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
-                    optim="adafactor", offload="ref=params", save_rollouts=1),
-    "grpo.py, 16 bits": dict(dtype="bfloat16", importance_cap=2),
-    "grpo.py, turns": dict(environment="RULES:talks", max_turns=3, max_new_tokens=12,
-                           reward_functions="environment,0.5*length", save_rollouts=1),
-    "rm.py": dict(lora="2")}
+    "ppo.py": lambda w: dict(ppo_epochs=1, num_minibatches=1, deterministic=True, head_chunk=5,
+                             kl_estimator="k2", entropy_coef=0.1, ema_decay=0.5),
+    "grpo.py": lambda w: dict(
+        max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
+        optim="adafactor", offload="ref=params", save_rollouts=1),
+    "grpo.py, 16 bits": lambda w: dict(dtype="bfloat16", importance_cap=2),
+    "grpo.py, turns": lambda w: dict(
+        environment=w.talks, max_turns=3, max_new_tokens=12,
+        reward_functions="environment,0.5*length", save_rollouts=1),
+    "rm.py": lambda w: dict(lora="2")}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -79,22 +80,18 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, name):
     and where texts are sampled, it is the run of a CPU.
     """
     script = name.partition(",")[0]
-    keys = keys_of(world, script, max_iters=1, **RUNS[name])
-    if "environment" in keys:
-        keys["environment"] = keys["environment"].replace("RULES", world.rules)
-    done = run(script, tmp_path / "gpu", keys, before=begin)
-    assert done.codes == [0], done
-    seen = json.load(open(tmp_path / "gpu" / "seen.json"))
+    keys = keys_of(world, script, max_iters=1, **RUNS[name](world))
+    out = well(script, tmp_path / "gpu", keys, before=begin)
+    seen = json.loads((tmp_path / "gpu/seen.json").read_text())
     assert seen["operations"] > 50 and seen["inexact"] == []
     assert bool(seen["recorded"]) == (script in ("ppo.py", "grpo.py"))
-    assert read_jsonl(tmp_path / "gpu" / "out" / "log.jsonl")[0]["mem/peak_mib"] == 7
-    if "dtype" in RUNS[name]:  # a graph rounds attention otherwise, and samples other tokens
-        first = tiny.read_log(tmp_path / "gpu" / "out")[0]
+    first, *_ = read_jsonl(f"{out}/log.jsonl")
+    assert first["mem/peak_mib"] == 7
+    if keys["dtype"] == "bfloat16":  # a graph rounds attention otherwise, and other tokens come
         assert first["objective/kl"] == 0 and first["policy/sampler_gap"] < 0.02
-        return
-    if script != "rm.py":
-        on_cpu = tiny.well(script, tmp_path / "cpu", keys | dict(offload=""))
-        assert_same_run(tmp_path / "gpu" / "out", on_cpu, tolerance=1e-9)
+    elif script != "rm.py":
+        assert_same_run(out, well(script, tmp_path / "cpu", keys | dict(offload="")),
+                        tolerance=1e-9)
 
 
 @pytest.mark.parametrize("name, inexact", [("Qwen3.5 (text)", {"cumsum"}), ("LFM2 MoE", set())])
@@ -140,38 +137,33 @@ def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
     assert told.get("device_id") == (None if roles else torch.device("cuda", 3))
 
 
-def by_graphs(name, folder, monkeypatch):
+@pytest.mark.parametrize("name, why", [
+    ("GPT-2", ""), ("Llama", ""),
+    # it asks for the largest position. A recording that fails would harm torch's memory
+    ("Llama with dynamic rope", "waits")])
+def test_a_recorded_step_samples_the_same_and_one_that_waits_is_not_recorded(
+        name, why, tmp_path, monkeypatch):
     """
-    What a decoding of a family samples plainly, and by graphs, a graph for each 8 columns, on a
-    pretended GPU with little memory; what was seen there; and why there are no graphs.
+    By a graph for each 8 columns, on a GPU with little memory: nothing in it waits, Python decides
+    nothing, the graphs share memory; one finds it full.
     """
     for key, value in dict(off="", last=None, stream=None, COLUMNS=8, MULTIPLE=4).items():
         monkeypatch.setattr(decoding_graph, key, value)
-    save(folder, name)
+    save(tmp_path, name)
     with pretend.gpu() as seen:
-        policy = load(str(folder), "policy", keys_of_system(), pretend.GPU)
+        policy = load(str(tmp_path), "policy", keys_of_system(), pretend.GPU)
         policy.tokenizer.eos_ids = set(range(0, 260, 20))
         plain = answer(policy, PROMPTS, 30, temperature=0.8)
         seen.full, seen.waits = True, 0
         graphs = answer(policy, PROMPTS, 30, temperature=0.8, graphs=True)
     assert torch.equal(plain["tokens"], graphs["tokens"])
     assert (plain["sampler_logprobs"] - graphs["sampler_logprobs"]).abs().max() < 1e-5
-    return seen, decoding_graph.off
-
-
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_a_recorded_step_samples_the_same(name, tmp_path, monkeypatch):
-    """Nothing in it waits, Python decides nothing, the graphs share memory; one finds it full."""
-    seen, off = by_graphs(name, tmp_path, monkeypatch)
-    assert not off and seen.recorded > 3 and seen.replays > 10
+    if why:
+        assert why in decoding_graph.off and seen.recorded == 0 and not seen.no_waits
+        return
+    assert not decoding_graph.off and seen.recorded > 3 and seen.replays > 10
     assert len(seen.pools) == 2 and not seen.full and len(seen.graphs) == 1  # the last one
     assert seen.waits < seen.replays + 25  # one for each token, and some at the start
-
-
-def test_a_step_that_waits_is_never_recorded(tmp_path, monkeypatch):
-    """Dynamic rope asks for the largest position. A recording that fails harms torch's memory."""
-    seen, off = by_graphs("Llama with dynamic rope", tmp_path, monkeypatch)
-    assert "waits" in off and seen.recorded == 0 and not seen.no_waits
 
 
 # --------------------------------------------------------------------------------------------------
