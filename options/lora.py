@@ -143,6 +143,8 @@ class Adapted(OnTrunk):
         if scalar:
             tensors[SCORE] = tensors[SCORE] * self.unit
             known = dict(score_shift=self.score_shift)
+            if self.tokenizer.skipped_id is not None:  # of a reward model in training
+                known |= dict(pad_token_id=self.tokenizer.skipped_id)
             if self.tokenizer.chats:  # with which template it reads, and which keys
                 known |= self.tokenizer.chats.keys
                 self.tokenizer.save(folder)
@@ -283,8 +285,9 @@ def peft_misreads(model):
 
 def read_adapter(folder):
     """
-    (settings, tensors, {score_shift, and Chats.keys} or {}) of a folder by save_adapter or peft.
-    Raises BadInput where a file is broken, or the adapter is more than scale B A x.
+    (settings, tensors, {score_shift, pad_token_id, and Chats.keys} or {}) of a folder that
+    save_adapter or peft has written. Raises BadInput where a file is broken, or the adapter is more
+    than scale B A x.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -385,6 +388,7 @@ def read_merged(folder, head, system, device, seed):
     if has_head:
         model.hf.score.weight.copy_(adapted.score.weight)
         model.score_shift, model.new_head = adapted.score_shift, False
+        model.hf.config.pad_token_id = adapted.hf.config.pad_token_id
         if hasattr(adapted.hf.config, "score_shift"):
             model.hf.config.score_shift = model.score_shift
     model.path = folder

@@ -93,8 +93,9 @@ def test_others_score_as_transformers(name, tmp_path):
 
 # a run of rm.py: its family; what pads there: its EOS, a token that ends nothing, or <unk> where
 # there is none (the score is then read at the very end); its keys of chats
+# its texts end with EOS, which is padding, too, so that an adapter must know which one it skips
 CHATTY = dict(system_prompt="Be short.", template_kwargs="x=1", chat_template="""
-{%- for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}{{ 'y' if x }}""")
+{{- 'y' if x }}{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}""")
 RUNS = [("pythia", "<|padding|>", {}), ("mistral", "<unk>", {}), ("qwen2.5", "<|endoftext|>", {}),
         ("qwen2.5", "<|endoftext|>", CHATTY | dict(lora="4"))]
 # those of a policy's run
@@ -129,7 +130,7 @@ def test_what_rm_py_trains_is_what_others_read(family, pad, keys, tmp_path):
     tokenizer, shift = AutoTokenizer.from_pretrained(folder), theirs.config.score_shift
     assert tokenizer.pad_token == pad and tokenizer.pad_token_id == theirs.config.pad_token_id
     texts = texts_of(tokenizer, [turn("system", "Be short.")] * bool(keys), x=1)
-    assert not keys or texts[0].startswith("systemBe short.") and texts[0].endswith("y")
+    assert not keys or texts[0].startswith("ysystemBe short.") and texts[0].endswith(pad)
     want = padded_scores(theirs, tokenizer, texts)
     logged, margins = read_log(out)[-1], (want[::2] - want[1::2]).double()
     loss = -torch.nn.functional.logsigmoid(margins).mean().item()
