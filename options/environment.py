@@ -183,7 +183,7 @@ class Environment:
             and message["role"] in ("user", "tool") and isinstance(message["content"], str))
         if not good or not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise Stop(f"{self.name} answered {shorten(reply)}: wanted None, a string, or {{role: "
-                       "user or tool, content}}; or one of these, and a reward, a finite number")
+                       "user or tool, content}; or one of these, and a reward, a finite number")
         return message, float(reward), 0
 
     # ----------------------------------------------------------------------------------------------

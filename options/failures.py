@@ -1,8 +1,7 @@
 """
-What an exception of Python's or torch's means for a user: a package that is not installed, a full
-disk, too little memory, a folder where one may not write, another rank that is lost. errors.py asks
-when a program ends by one. And what a run says of a rule that fails, of a gradient that is not
-finite, and to torchrun.
+What an exception of Python's or torch's means for a user: a full disk, too little memory, a folder
+where one may not write, another rank that is lost. errors.py asks when a program ends by one. And
+what a run says of a rule that fails, of a gradient that is not finite, and to torchrun.
 """
 import contextlib
 import errno
@@ -18,17 +17,10 @@ from errors import BadInput, Lost, Stop, first_line, translated
 # the functions that read a folder of somebody's, their argument `path`. In it anything may be
 # wrong, and libraries raise anything, Rust's even a panic that is no Exception
 READERS = ("load.py", "load"), ("tokenizer.py", "load_tokenizer")
-# optional packages, and what needs them
-PACKAGES = dict(
-    bitsandbytes="quantize and optim=adamw8bit", pyarrow="parquet files",
-    **dict.fromkeys(["tensorboard", "wandb", "trackio"], "report_to"))
 
 
 def meaning_of(error, phase):
     """The BadInput or Stop that says it in one line; None for a bug. phase: of the run."""
-    if isinstance(error, ImportError) and error.name in PACKAGES:
-        return BadInput(f"{PACKAGES[error.name]} cannot be had without the package {error.name} "
-                        f"({first_line(error)}); type pip install {error.name}")
     if isinstance(error, OSError):
         return of_the_disk(error)
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):

@@ -29,10 +29,13 @@ def quantize(model, device, dtype):
     if model.must_fetch or dtype == torch.float64:
         raise BadInput("quantize = '4bit' goes with no zero_stage 3 and no float64; leave one of "
                        "the two out")
-    import bitsandbytes as bits
+    from options.mistakes import package
 
-    maps = [(parent, name) for layer in layers_of(model) for parent in layer.modules()
-            for name, linear in parent.named_children() if type(linear) is nn.Linear]
+    bits = package("bitsandbytes", "quantize = '4bit'")
+    # each once: Zamba's layers have layers inside them, and share some
+    maps = dict.fromkeys(
+        (parent, name) for layer in layers_of(model) for parent in layer.modules()
+        for name, linear in parent.named_children() if type(linear) is nn.Linear)
     if not maps:
         raise BadInput(f"{model.path}: no matrix of its layers is of torch's class Linear, so none "
                        "can have 4 bits; leave quantize out")

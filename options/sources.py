@@ -22,7 +22,7 @@ from statistics import fmean
 from zlib import crc32
 
 from errors import BadInput, first_line, say, shorten
-from options.mistakes import no_file
+from options.mistakes import no_file, package
 from prompts import Rows, permutation, prompt_row
 
 # the name of a file of rows, and its endings
@@ -352,9 +352,7 @@ def numbers_of_pair(row):
 
 
 def parquet_rows(path):
-    import pyarrow
-    from pyarrow import parquet
-
+    pyarrow, parquet = (package("pyarrow", path, name) for name in ("pyarrow", "pyarrow.parquet"))
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches():

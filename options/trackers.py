@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configurator import write_text
 from errors import BadInput, first_line, say
+from options.mistakes import package
 from parallel import alone
 
 TRACKERS = dict(tensorboard="torch.utils.tensorboard", wandb="wandb", trackio="trackio")  # modules
@@ -22,7 +23,7 @@ def names_in(report_to):
     for name in names:
         if name not in TRACKERS:
             raise BadInput(f"report_to: unknown name {name!r}; there are {', '.join(TRACKERS)}")
-        importlib.import_module(TRACKERS[name])
+        package(name, "report_to", TRACKERS[name])
     return names
 
 

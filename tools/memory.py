@@ -109,7 +109,7 @@ def read_run(argv):
 def take(argv, keys):
     """({name: value} of a tool's own keys, the other arguments). --gpu-gb is --gpu_gb."""
     values, others = {name: key.default for name, key in keys.items()}, []
-    for arg, behind in zip(argv, [*argv[1:], "VALUE"], strict=True):
+    for arg, behind in zip(argv, [*argv, "VALUE"][1:], strict=True):
         name, equals, value = arg[2:].partition("=")
         name = name.replace("-", "_")
         if not arg.startswith("--") or name not in keys:

@@ -22,13 +22,17 @@ from types import SimpleNamespace
 import errors
 import pytest
 import test_configurator
+import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from errors import BadInput, Stop
 from load import load
 from options import chats, hub
 from options.foreign_rewards import load_reward
+from options.four_bits import quantize
+from options.optimizers import other_optimizer
 from options.sources import raw_rows
+from options.trackers import names_in
 from ranks import choose_device
 from tiny import (MARKERS, ROOT, Started, assert_one_line, jsonl, keys_of, keys_of_system,
                   save_random, typed, well, write)
@@ -158,6 +162,7 @@ tools/eval.py --prompts_path=$huge.jsonl --max_new_tokens=60 | row
 evidence/bench.py --work=samplng | samplng
 tools/memory.py sft.py --init_from=$policy --lorra=3 | lorra
 tools/memory.py $sft | type the script first
+tools/memory.py ppo.py | --reward_path=FOLDER
 tools/memory.py sft.py --init_from=$policy --world-size=x | world_size
 tools/explain.py --run=$policy | no checkpoint
 tools/explain.py --run=$sft | ppo.py
@@ -360,6 +365,32 @@ def test_a_copy_that_lacks_a_file_names_it(tmp_path, line, folder, file):
 def test_a_package_that_is_missing_is_no_option():
     other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
     assert errors.translated(other) is other
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_optional_package_that_cannot_be_imported_is_named(tmp_path, monkeypatch, broken):
+    """It is not there, or does not find what it needs itself. A rule's own stays the rule's."""
+    write(tmp_path / "a.parquet", "")
+    asks = dict(
+        wandb=lambda: names_in("wandb"), tensorboard=lambda: names_in("tensorboard"),
+        pyarrow=lambda: [*raw_rows(f"{tmp_path}/a.parquet")],
+        bitsandbytes=lambda: quantize(SimpleNamespace(must_fetch=False), "cpu", torch.float32))
+    again = [*asks.items(), ("bitsandbytes", lambda: other_optimizer(
+        torch.nn.Linear(1, 1), keys_of_system(optim="adamw8bit"), "policy", 1e-3, (0, 0), 1e-8))]
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, ask in again:
+        for module in [*sys.modules]:
+            if name in module.split("."):
+                monkeypatch.delitem(sys.modules, module)
+        write(tmp_path / f"{name}.py", "import nothing_such")
+        if not broken:
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(BadInput, match=f"pip install {name}") as e:
+            ask()
+        assert ("nothing_such" in str(e.value)) == broken
+    write(tmp_path / "mine.py", "def f(batch):\n    import wandb\n")
+    with pytest.raises(Stop, match=r"^reward 'f' failed at .*\.py, line \d: Mod"):
+        load_reward(f"{tmp_path}/mine.py:f", ".", "here")(dict(completions=["a"], rows=[{}]))
 
 
 def test_without_the_virtual_environment():

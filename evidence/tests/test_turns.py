@@ -226,7 +226,7 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
 
 NO_GOOD = {  # an environment: a part of its line
     "raises": r"failed at .*mine\.py, line \d+: KeyError: 'missing'", "number": "answered 7",
-    "wrong_role": "wanted None, a string", "nan": "a finite number",
+    "wrong_role": r"a string, or \{role: user or tool, content\}; or", "nan": "a finite number",
     "chance": "two answers to the same dialogue", "hangs": r"not answered for 1 s at .*mine\.py"}
 
 
