@@ -182,7 +182,7 @@ def test_a_killed_run_ends_in_the_same_bits(whole, script, when, tmp_path):
 END = "    if (iteration + 1) % checkpoint_interval"
 SLIPS = {  # a word of the line; an old text and a new one
     "another rank": (END, f"    learned[0].data += rank\n{END}"),  # weights that part
-    "frozen": (END, f"    everything[-1].data += 1\n{END}"),
+    "a frozen model": (END, f"    everything[-1].data += 1\n{END}"),
     "log-probs differ": ("mask = torch.tensor([[0]", "mask = torch.tensor([[1]"),
     "not finite": ("* ratio\n", "* ratio * torch.nan\n")}
 
@@ -190,10 +190,11 @@ SLIPS = {  # a word of the line; an old text and a new one
 def test_what_goes_wrong_stops_the_run(world, tmp_path):
     """Slips of the pen, another run's folder, an unknown key."""
     keys = keys_for(world, "ppo", checkpoint_interval=1, max_iters=2)
-    for said, edit in SLIPS.items():
-        result = start("ppo", tmp_path / said, keys, ranks=2, edits=[edit])
+    for number, (said, edit) in enumerate(SLIPS.items()):
+        folder = tmp_path / str(number)  # a traceback names it: it may have no word of `said`
+        result = start("ppo", folder, keys, ranks=2, edits=[edit])
         assert 0 not in result.codes and said in "".join(result.err), (said, result)
-        assert not os.path.exists(tmp_path / said / "out/policy")
+        assert not os.path.exists(folder / "out/policy")
     nano("ppo", tmp_path, keys)
     other = start("ppo", tmp_path, keys | dict(seed=2))
     assert other.codes == [1] and "a run with another seed" in other.err[0]
