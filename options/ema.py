@@ -13,7 +13,7 @@ class MovingAverage:
     """
     Exponential moving average of a model's trained parameters, in at least fp32 (DeepSpeed-Chat
     keeps one of its actor, arXiv 2308.01320, section 2.2). After each step,
-    
+
         average = decay * average + (1 - decay) * weights
     """
 

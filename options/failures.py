@@ -1,10 +1,12 @@
 """
 What an exception of Python's or torch's means for a user: a full disk, too little memory, a folder
 where one may not write, another rank that is lost. errors.py asks when a program ends by one. And
-what a run says of a rule that fails, of a gradient that is not finite, and to torchrun.
+what a run says of a rule that fails, of an optional package that is not there, of a gradient that
+is not finite, and to torchrun.
 """
 import contextlib
 import errno
+import importlib
 import json
 import math
 import os
@@ -28,6 +30,15 @@ def meaning_of(error, phase):
                     "rollout_batch_size, or the model's size")
     its = lost(error, phase) if isinstance(error, RuntimeError) else None
     return its or of_a_folder(error)
+
+
+def package(name, what, module=""):
+    """An optional package, or a module that needs it, imported; what: for it. Raises BadInput."""
+    try:
+        return importlib.import_module(module or name)
+    except ImportError as e:  # it is not there, or does not find what it needs itself
+        raise BadInput(f"{what}: the package {name} cannot be imported ({first_line(e)}); type pip "
+                       f"install {name}, or leave it out") from e
 
 
 def of_a_rule(name, error):

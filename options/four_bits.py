@@ -29,7 +29,7 @@ def quantize(model, device, dtype):
     if model.must_fetch or dtype == torch.float64:
         raise BadInput("quantize = '4bit' goes with no zero_stage 3 and no float64; leave one of "
                        "the two out")
-    from options.mistakes import package
+    from options.failures import package
 
     bits = package("bitsandbytes", "quantize = '4bit'")
     # each once: Zamba's layers have layers inside them, and share some

@@ -5,7 +5,6 @@ wrong, where, and what to type.
 """
 import difflib
 import glob
-import importlib
 import os
 import re
 import secrets
@@ -58,15 +57,6 @@ def line_of(path, error):
     """The line of a file at which it has failed, or which is no Python."""
     lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == path]
     return lines[-1] if lines else getattr(error, "lineno", "?")
-
-
-def package(name, what, module=""):
-    """An optional package, or a module that needs it, imported; what: for it. Raises BadInput."""
-    try:
-        return importlib.import_module(module or name)
-    except ImportError as e:  # it is not there, or does not find what it needs itself
-        raise BadInput(f"{what}: the package {name} cannot be imported ({first_line(e)}); type pip "
-                       f"install {name}, or leave it out") from e
 
 
 # --------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def other_optimizer(model, system, name, lr, betas, eps):
     if any(p.requires_grad and p.dtype.itemsize == 2 for p in model.parameters()):
         raise BadInput("optim: adamw8bit wants gradients in the dtype of the weights, and those of "
                        "master_weights = False are summed in float32; type --optim=adafactor")
-    from options.mistakes import package
+    from options.failures import package
 
     return package("bitsandbytes", "optim = 'adamw8bit'", "bitsandbytes.optim").AdamW8bit, settings
 

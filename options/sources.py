@@ -22,7 +22,8 @@ from statistics import fmean
 from zlib import crc32
 
 from errors import BadInput, first_line, say, shorten
-from options.mistakes import no_file, package
+from options.failures import package
+from options.mistakes import no_file
 from prompts import Rows, permutation, prompt_row
 
 # the name of a file of rows, and its endings

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configurator import write_text
 from errors import BadInput, first_line, say
-from options.mistakes import package
+from options.failures import package
 from parallel import alone
 
 TRACKERS = dict(tensorboard="torch.utils.tensorboard", wandb="wandb", trackio="trackio")  # modules
