@@ -185,7 +185,7 @@ SAID = {"no: cannot be decoded": "cannot decode",  # in the table: a part of the
 
 
 def test_families_do_what_the_docs_say(world, tmp_path):
-    """Two iterations of each script: they learn, and the first one is on-policy."""
+    """Two iterations of each script: SFT learns, and the first one of the others is on-policy."""
     page = open(f"{ROOT}/docs/scale.md", encoding="utf-8").read()
     table = {name: said.split(" | ") for line in page.splitlines() if line.count(" | ") == 3
              for names, said in [line.strip("| ").split(" | ", 1)] for name in names.split(", ")}
@@ -207,8 +207,9 @@ def test_families_do_what_the_docs_say(world, tmp_path):
             assert done.codes == [0], (name, done)
             out = f"{folder}, {script}/out"
             after = transformers.AutoModelForCausalLM.from_pretrained(f"{out}/policy").state_dict()
-            assert any(not torch.equal(after[n], before[n]) for n in before.keys() & {*after})
-            if script != "sft.py":
+            if script == "sft.py":  # a group whose scores are equal teaches nothing
+                assert any(not torch.equal(after[n], before[n]) for n in before.keys() & {*after})
+            else:
                 first = read_log(out)[0]
                 assert first["policy/ratio_gap"] == 0 and abs(first["objective/kl"]) < 1e-5, first
                 assert first["policy/sampler_gap"] < 1e-4, (name, first)
