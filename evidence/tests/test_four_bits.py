@@ -75,7 +75,8 @@ def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
     keys = keys_of(world, "grpo.py", policy_path=f"{tmp_path}/policy", quantize="4bit",
                    lora="2:4:q+v", optim="adamw8bit", dtype="float32", checkpoint_interval=1)
     whole = well("grpo.py", tmp_path / "whole", keys)
-    run("grpo.py", tmp_path / "parts", keys, before=at(2, signal.SIGKILL))
+    killed = run("grpo.py", tmp_path / "parts", keys, before=at(2, signal.SIGKILL))
+    assert killed.codes == [-9], killed
     parts = well("grpo.py", tmp_path / "parts", keys)
     assert_same_run(whole, parts)
     first = read_log(whole)[0]
