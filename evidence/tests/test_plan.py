@@ -88,27 +88,29 @@ def rows_of(text):
 def test_two_layers_of_an_8b_by_hand(tmp_path):
     """Of the width of Llama 3 8B: 32 of these layers and two tables have its 8.03e9 parameters."""
     d, f, V = 4096, 14336, 128256
+    P, R, L = 100, 60, 40  # tokens of a prompt, of the longest response, of one on average
     layer, table, norms = 2 * d * d + 2 * d * d // 4 + 3 * d * f, V * d, 5 * d
     assert 32 * layer + 2 * table == pytest.approx(8.03e9, rel=1e-3)
     transformers.LlamaConfig(
         hidden_size=d, intermediate_size=f, num_hidden_layers=2, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=V, tie_word_embeddings=False).save_pretrained(tmp_path)
     keys = dict(policy_path=tmp_path, reward_functions="accuracy", kl_coef=0, dtype="bfloat16",
-                batch_size=64, group_size=4, micro_batch_size=2, max_new_tokens=200, max_iters=90,
+                batch_size=64, group_size=4, micro_batch_size=2, max_new_tokens=R, max_iters=90,
                 max_prompt_tokens=120, checkpoint_interval=10)
-    out = plan(tmp_path, "grpo.py", *typed(keys), "--gpus=8xH100", "--price=2.5", "--prompt=100",
-               "--length=150")
+    out = plan(tmp_path, "grpo.py", *typed(keys), "--gpus=8xH100", "--price=2.5", f"--prompt={P}",
+               f"--length={L}")
     assert out.codes == [0] and max(map(len, out.out[0].splitlines())) <= 110, out
     rows = rows_of(out.out[0])
-    prompt = 4 * layer * 100 + 2 * 4 * 100 * 101 / 2 * d + 2 * table
-    tokens = 8 * 149 * (4 * layer + 2 * table + 2 * 4 * (100 + 75) * d)
-    text, pairs = 4 * layer * 250 + 150 * 2 * table, 2 * 250 * 251 / 2 * d
+    prompt = 4 * layer * P + 2 * 4 * P * (P + 1) / 2 * d + 2 * table
+    tokens = 8 * (L - 1) * (4 * layer + 2 * table + 2 * 4 * (P + L / 2) * d)
+    text, pairs = 4 * layer * (P + L) + L * 2 * table, 2 * (P + L) * (P + L + 1) / 2 * d
     weights, whole = 2 * layer + table + norms, 2 * layer + 2 * table + norms
     cache = 2 * 2 * 8 * 128 * 2  # bytes of a token: two layers, keys and values of 8 heads
     flop = dict(sampling=2 * prompt + tokens, reading=8 * (text + 4 * pairs),
                 update=8 * (3 * text + 14 * pairs))
-    # 200 steps read the weights; 4 micro-batches; AdamW reads and writes 3 numbers, and reads one
-    nbytes = dict(sampling=200 * weights * 2 + 8 * 149 * 175 * cache, reading=4 * weights * 2,
+    # R steps read the weights; 4 micro-batches; AdamW reads and writes 3 numbers, and reads one
+    nbytes = dict(sampling=R * weights * 2 + 8 * (L - 1) * (P + L / 2) * cache,
+                  reading=4 * weights * 2,
                   update=4 * (2 * weights * 2 + 8 * whole) + (2 * 12 + 4) * whole)
     sent, total = 4 * whole * 2 * 7 / 8, 0.0
     for phase in flop:
@@ -119,7 +121,7 @@ def test_two_layers_of_an_8b_by_hand(tmp_path):
     assert rows["gradients"] == pytest.approx([0, 0, sent / 1e9, sent / 450e9], rel=0.006)
     assert rows["checkpoints"] == pytest.approx([0, 1.2 * whole / 1e9, 0, 1.2 * whole / 1e9], 0.006)
     total += sent / 450e9 + 1.2 * whole / 1e9
-    seconds, run, money = rows["limit, 150 tokens"]
+    seconds, run, money = rows[f"limit, {L} tokens"]
     assert seconds == pytest.approx(total, rel=0.006)
     loading = weights * 2 / 1e9
     assert run * 60 == pytest.approx(90 * total + loading, rel=0.006)
