@@ -14,15 +14,16 @@ Writes beside the problems: pairs_train.jsonl and pairs_val.jsonl {"prompt", "ch
 With mistakes, some pairs to train on are labelled wrongly, as people do it; held-out ones never.
 """
 import functools
-import json
 import os
 import random
 import signal
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Python looks for modules in this file's folder; ours are in the repository's, two folders above.
-sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+# Python looks for modules in this file's folder; files.py is above it, and knows where ours are.
+sys.path.insert(0, os.path.dirname(HERE))
+
+from files import write_rows  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from errors import BadInput, say  # noqa: E402
@@ -51,9 +52,9 @@ device = ranks.init(system)  # COLLECTIVE
 ranks.on_requests(signal.SIG_DFL)  # they end it at once: nothing is to be saved
 policy = load(policy_path, "policy", system, device)
 prompts_path = prompts_path or os.path.join(HERE, "rl_train.jsonl")
-written = {part: os.path.join(os.path.dirname(prompts_path), f"{name}_{part}.jsonl")
-           for part in ("train", "val")}
-parallel.alone(lambda: check_outputs("--name", written.values(), files_of(prompts_path)))
+folder, names = os.path.dirname(prompts_path), (f"{name}_train", f"{name}_val")
+parallel.alone(lambda: check_outputs(  # COLLECTIVE
+    "--name", [os.path.join(folder, f"{file}.jsonl") for file in names], files_of(prompts_path)))
 problems = read_rows(prompts_path, prompt_row, system.fields)
 problems = encode_prompts(problems, dict(policy=policy), max_new_tokens, system)
 _, _, rule = reward_terms(reward_functions)[0]
@@ -95,18 +96,10 @@ else:
     raise BadInput(f"{policy_path} gave only {len(found)} pairs of a right and a wrong answer; "
                    "is it trained?")
 
-
-def write():
-    """The files. With mistakes, some pairs to train on are the wrong way round."""
-    labeller = random.Random(seed)
-    for pair in found[:pairs]:
-        if labeller.random() < mistakes:
-            pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
-    for part, rows in (("train", found[:pairs]), ("val", found[pairs:wanted])):
-        with open(written[part], "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(pair) + "\n" for pair in rows)
-        say(f"{name}_{part}.jsonl: {len(rows)} rows")
-
-
-parallel.alone(write)  # COLLECTIVE
+labeller = random.Random(seed)
+for pair in found[:pairs]:
+    if labeller.random() < mistakes:
+        pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
+parallel.alone(lambda: write_rows(  # COLLECTIVE
+    folder, names, [(names[i >= pairs], pair) for i, pair in enumerate(found[:wanted])]))
 ranks.leave()  # COLLECTIVE
