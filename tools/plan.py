@@ -187,7 +187,7 @@ def duration(seconds):
     return f"{seconds / size:.3g} {unit}"
 
 
-def read_arguments(argv):
+def read_command(argv):
     """(script, its configuration, OWN keys, number, name, card): see read_card."""
     own, rest = memory.take(
         ["--measure=True" if arg == "--measure" else arg for arg in argv], OWN)
@@ -207,7 +207,7 @@ def read_arguments(argv):
 
 
 def main(argv):
-    script, config, own, number, name, card = read_arguments(argv)
+    script, config, own, number, name, card = read_command(argv)
     P, where = (own["prompt"], "--prompt") if own["prompt"] else prompt_length(script, config)
     longest = config["max_new_tokens"] if script in ("ppo", "grpo") else P
     if own["length"] > longest:
