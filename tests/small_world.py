@@ -39,8 +39,6 @@ PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>c
 # <think> alone is no answer
 ANSWERS = {prompt: PROMPTS[5 * i % 12].strip("<>") for i, prompt in enumerate(PROMPTS)}
 RULES = """
-import os
-
 def letters(batch):
     return [sum(ch in "abcd" for ch in text) / 4 for text in batch["completions"]]
 
@@ -53,11 +51,6 @@ def some(batch):  # it does not apply to texts of odd length
 def steps(batch):  # a number for each token
     tokens = batch["tokens"].double()
     return ((tokens > 96).double() * (tokens < 101) - tokens / 400) * batch["response_mask"]
-
-def fails_on_rank_1(batch):
-    if os.environ.get("RANK") == "1":
-        raise KeyError("a bug of yours")
-    return letters(batch)
 
 def talks(messages, row):  # an environment
     turn = len(messages) // 2

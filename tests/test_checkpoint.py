@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
-from checkpoint import cut_logs, damage, find_checkpoint, list_checkpoints, save_checkpoint
+from checkpoint import damage, find_checkpoint, list_checkpoints, save_checkpoint
 from tiny import (assert_one_line, assert_same_run, at, keys_of, read_log, read_weights, run, well,
                   write)
 
@@ -102,13 +102,6 @@ def test_two_runs_in_one_folder(world, tmp_path):
         assert_one_line(result, "sft.py", "in use by another process")
 
     assert run("sft.py", tmp_path / "first", keys, before=at(1, second)).codes == [0]
-
-
-def test_logs_are_cut_to_the_iteration_that_is_next(tmp_path):
-    lines = [json.dumps(dict(iteration=i, x=i / 2)) for i in (0, 1, 1, 2)]
-    path = write(tmp_path / "log.jsonl", "\n".join(lines) + '\n{"iteration": 1, "x')
-    cut_logs(str(tmp_path), 2)
-    assert open(path).read() == "\n".join(lines[:3]) + "\n"
 
 
 def test_a_run_goes_on_in_another_dtype(world, tmp_path):

@@ -143,18 +143,6 @@ def test_losses_of_a_policy(kind, want, clipped, slopes):
     assert torch.allclose(logprobs.grad, torch.tensor(slopes).double())
 
 
-@pytest.mark.parametrize("ratio, advantage, want, clipped, slope", [
-    (1.5, 1, -1.2, True, 0), (1.5, -1, 1.5, False, 1.5), (0.5, 1, -0.5, False, -0.5),
-    (0.5, -1, 0.8, True, 0)])
-def test_the_clip_only_takes_what_has_gone_too_far(ratio, advantage, want, clipped, slope):
-    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    losses, found = LOSSES["clip"](logprobs, torch.zeros(1, 1), torch.full((1, 1), advantage),
-                                   torch.ones(1, 1, dtype=torch.bool), 0.2, 0.2)
-    losses.sum().backward()
-    assert losses.item() == pytest.approx(want) and found.item() == clipped
-    assert logprobs.grad.item() == pytest.approx(slope)
-
-
 def test_a_batch_of_one():
     """One token, or one response with a score: nothing to compare it with, and no warning."""
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from demonstrations import encode_demonstrations
 from errors import BadInput
 from prompts import (Rows, batch_rows, encode_prompts, encode_rows, prompt_row, read_rows,
                      rows_to_evaluate, run_length, say_prompts)
-from tiny import jsonl, keys_of_system, write
+from tiny import keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
     """A BOM, blank lines, numbers as answers, other fields, names of others."""
@@ -131,19 +131,3 @@ def test_epochs_in_iterations():
     for tenths, n, batch_size in itertools.product(range(1, 35), (1, 3, 50, 7473), (1, 5, 16)):
         assert run_length(7, tenths / 10, n, batch_size) == -(-tenths * n // (10 * batch_size))
     assert run_length(7, 0.0, 50, 5) == 7
-
-
-def test_a_mix_of_files(tmp_path):
-    """Each file has its share after every iteration, and its own rows come in whole epochs."""
-    sizes, weights = dict(a=7, b=40, c=1), dict(a=0.1, b=5.0, c=2.0)
-    paths = ",".join(f"{weights[name]}*" + jsonl(tmp_path / f"{name}.jsonl", [
-        dict(name=name, number=i) for i in range(n)]) for name, n in sizes.items())
-    rows, walks = read_rows(paths, dict), {name: [] for name in sizes}
-    for iteration in range(60):
-        for i in batch_rows(3, iteration, 16, rows):
-            walks[rows[i]["name"]].append(rows[i]["number"])
-        for name, walk in walks.items():
-            assert abs(len(walk) - 16 * (iteration + 1) * weights[name] / 7.1) < 3
-    for name, n in sizes.items():
-        epochs = [walks[name][i:i + n] for i in range(0, len(walks[name]) - n + 1, n)]
-        assert all(sorted(epoch) == list(range(n)) for epoch in epochs)

@@ -81,8 +81,6 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("checkpoint.py", "not os.path.lexists(final):  # killed", "False:  # killed", "while"),
         ("checkpoint.py", "torch.promote_types(own[key].dtype, torch.float32)", "t.dtype",
          "dtype")],
-    "test_options": [
-        ("options/ema.py", "parallel.copy_into(t, saved[name])", "pass", "whole")],
     "test_campaign": [
         ("ppo.py", 'run.state.get("value_unit", 1.0)', "1.0", "bits")],
     # what is computed
@@ -99,6 +97,7 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("grpo.py", "if not teaches[index].any():", "if not counted[index].any():", "dr"),
         ("rm.py", "(1 - confidence) * (1 - label_smoothing)", "(1 - confidence)", "again")],
     "test_by_hand_options": [
+        ("options/ema.py", "parallel.copy_into(t, saved[name])", "pass", "ppo and stale and three"),
         ("ppo.py", 'scores - batch["token_rewards"].sum(1)', "scores", "ppo and turns"),
         ("run.py", '= sums["policy/approx_kl"]', '= sums["policy/clipfrac"]',
          "ppo and stale and three")],

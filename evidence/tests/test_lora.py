@@ -1,6 +1,6 @@
 """
 LoRA: an adapter against its own formula and peft (where it is installed: pip install peft), its
-files, what is refused; four models on one trunk. tests/test_options.py has a training by hand.
+files, what is refused; four models on one trunk. (A training by hand: test_by_hand_options.py.)
 """
 import json
 import re

@@ -96,15 +96,23 @@ def test_a_set_without_splits_has_no_held_out_file(tmp_path, held_out, names):
 
 
 def test_rows_that_are_dropped_leave_the_mix(tmp_path):
-    """The other rows of their source take their places."""
+    """
+    The other rows of their source take their places. Each file has its share after every iteration,
+    and its own rows come in whole epochs.
+    """
     jsonl(tmp_path / "0.jsonl", [dict(prompt="long"), dict(prompt="a"), dict(prompt="b")])
     jsonl(tmp_path / "1.jsonl", [dict(prompt="c")])
     rows = read_rows(f"{tmp_path}/0.jsonl,3*{tmp_path}/1.jsonl", prompt_row)
     encode_rows(rows, lambda rows: [list(map(ord, r["prompt"])) for r in rows], 2, "drop",
                 lambda ids: ids[:2])
     assert [row["prompt"] for row in rows] == ["a", "b", "c"]
-    drawn = [rows[i]["prompt"] for iteration in range(8) for i in batch_rows(5, iteration, 7, rows)]
+    drawn = []
+    for iteration in range(8):
+        drawn += [rows[i]["prompt"] for i in batch_rows(5, iteration, 7, rows)]
+        assert abs(drawn.count("c") - 0.75 * len(drawn)) < 2
     assert Counter(drawn) == dict(a=7, b=7, c=42)
+    walk = [prompt for prompt in drawn if prompt != "c"]
+    assert all({*pair} == {"a", "b"} for pair in zip(walk[::2], walk[1::2], strict=True))
 
 
 def test_bad_files_name_the_place(tmp_path):
