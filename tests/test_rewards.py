@@ -6,7 +6,7 @@ import torch
 
 from errors import BadInput, Stop
 from grading import answers
-from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
+from grading.answers import accuracy, thinks, whole_responses
 from load import load
 from prompts import Rows, prompt_row, read_rows
 from rewards import (add_scores, same_score_for_same_text, check_rows, last_real,
@@ -167,75 +167,6 @@ def test_where_a_score_is_read(world):
     for size in (1, 3, 10):
         got = score_sequences(model, texts, size, device).tolist()
         assert got == pytest.approx(want, abs=1e-12)
-
-
-ROW = "[[0, 0.5, 1, 0]] * 2"
-NUMBERS = {  # what a rule returns for two responses: the scores and token_rewards, or what is said
-    "torch.tensor([[0, 0.5, 1, 0], [0, -1, 0, 0]])":
-        ([3.0, -2.0], [[0, 1, 2, 0], [0, -2, 0, 0]]),
-    f"numpy.array({ROW}, dtype='float32')": ([3.0, 3.0], [[0, 1, 2, 0]] * 2),
-    "batch['response_mask']": ([4.0, 4.0], [[0, 2, 2, 0]] * 2),
-    "torch.tensor([[0, NAN, NAN, 0], [0, 1, 1, 0]])": ([NAN, 4.0], [[0] * 4, [0, 2, 2, 0]]),
-    "[1, 0.5]": ([2.0, 1.0], [[0] * 4] * 2),
-    "torch.tensor([[0, 1, 1, 0], [0, 1, 1, 5]])": "5.0 in column 3 of the row with the prompt 'b'",
-    "torch.tensor([[0.5, 1, 1, 0]] * 2)": "0.5 in column 0 of the row with the prompt 'a': a token",
-    "torch.tensor([[0, 1, 1e39, 0]] * 2)": "inf in column 2 .* no finite number",
-    "torch.tensor([[0, 1, 1, NAN]] * 2)": "nan in column 3",
-    "torch.ones(2, 3)": r"\(2, 3\): wanted .* \(2,\), or .*\(2, 4\)",
-    "[[0, 1, 1, 0]] * 2": "tensor"}
-
-
-@pytest.mark.parametrize("returned", NUMBERS)
-def test_numbers_of_tokens(tmp_path, monkeypatch, returned):
-    """With the weight 2: the sum is the score, each number stays at its token."""
-    file = write(tmp_path / "mine.py", f"""
-import numpy
-import torch
-NAN = float("nan")
-def f(batch):
-    return {returned}
-""")
-    monkeypatch.setattr("rewards.texts_of", lambda *_: dict(
-        completions=["x", "y"], rows=[dict(prompt="a"), dict(prompt="b")]))
-    zeros = torch.zeros(2, 4)
-    batch = dict(tokens=zeros, begins=torch.tensor([1, 1]), sampler_logprobs=zeros,
-                 response_mask=torch.tensor([[False, True, True, False]] * 2))
-    asked = (batch, [dict(prompt="a")], reward_terms(f"2*{file}:f"),
-             SimpleNamespace(tokenizer=None), None, 1, keys_of_system(), "cpu")
-    if isinstance(NUMBERS[returned], str):
-        with pytest.raises(Stop, match=f"'f'.*{NUMBERS[returned]}"):
-            score_batch(*asked)
-        return
-    score_batch(*asked)
-    scores, each = NUMBERS[returned]
-    assert torch.equal(batch["scores"].nan_to_num(9), torch.tensor(scores).nan_to_num(9))
-    assert batch["token_rewards"].tolist() == each
-
-
-# behind the thoughts (grading/answers.py)
-
-HARMONY = "<|channel|>analysis<|message|>"
-FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
-PAIRS = {  # text: the text behind the thoughts
-    "5": "5", "": "", "a[/THINK]5": "5", "[THINK]a[/THINK]5[THINK]b[/THINK]6": "6",
-    # the marks of another family are text in thoughts
-    "<think>as in [THINK]</think>5": "5", "<think>a [THINK]b[/THINK] 7": None,
-    "<reasoning>between <think> and </think>": None, "[THINK]<think>[/THINK]5": "5",
-    # two kinds, one behind the other
-    "<think>\n\n</think>\n\n<reasoning>7</reasoning>5": "5", "<think></think><reasoning>7": None,
-    # gpt-oss: no thoughts; words before a call; a call alone; cut off in the header
-    "<|channel|>final<|message|>5": "5", f"<|channel|>commentary<|message|>7{FINAL}5": "5",
-    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}": None,
-    f"{HARMONY}7<|end|><|start|>assistant<|channel|>fin": None, f"{HARMONY}7{FINAL[:-11]}": None,
-    f"{HARMONY}a<|end|><|start|>assistant{HARMONY}b{FINAL}5": "5",
-    # plain words in a text of another model
-    "So here it is. Here is my thought process: 2+3. It is 5.":
-    "So here it is. Here is my thought process: 2+3. It is 5.",
-    "<THINK>5": "<THINK>5", "x[THINK2] <thinker>": "x[THINK2] <thinker>"}
-
-
-def test_pairs_of_marks():
-    assert {text: behind_thoughts(text) for text in PAIRS} == PAIRS
 
 
 @pytest.mark.parametrize("prompt, found", [

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import groupby
 
 import pytest
-import torch
 import transformers
 from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
                         processors, trainers)
@@ -15,7 +14,6 @@ from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pr
 from byte_tokenizer import write_byte_tokenizer
 from demonstrations import encode_learned
 from errors import BadInput
-from options.token_rewards import token_at
 from tiny import keys_of_system, write
 from tokenizer import load_tokenizer
 
@@ -206,62 +204,6 @@ def test_a_vocabulary_of_a_few_letters(tmp_path, unknown):
     assert t.decode_response([2, 0, 3, 3, 5, 6], "ACC") == "GATT"
     assert encode_learned(t, "ACC", "GAT") == (
         [0, 1, 1, 2, 0, 3, 5], [False] * 3 + [True] * 4)
-
-
-def rules_batch(t, prompt, turns, words=(), length=40):
-    """A rule's batch of one response: ids that were sampled, between words of an environment."""
-    ids, mask = [7, 7, 7], [False] * 3  # the prompt's
-    for number, own in enumerate(turns):
-        ids, mask = [*ids, *own], mask + [True] * len(own)
-        if number < len(words):
-            ids, mask = [*ids, *words[number]], mask + [False] * len(words[number])
-    fill = length - len(ids)
-    return dict(tokens=torch.tensor([ids + [t.pad_id] * fill]), tokenizer=t,
-                response_mask=torch.tensor([mask + [False] * fill]), rows=[dict(prompt=prompt)],
-                completions=[t.decode_response(turns[-1], None if words and t.chats else prompt)])
-
-
-def test_the_token_of_a_character_by_hand(toy, chat):
-    """A letter of several tokens has the last one; special tokens; the end; a cut response."""
-    t, end = toy(), [258]
-    batch = rules_batch(t, "1+", [[256, *"aé".encode(), 259, 50, *end]])
-    assert batch["completions"] == ["<think>aé2"]  # the padding in the middle writes nothing
-    at = partial(token_at, batch, 0)
-    assert [at(n) for n in (0, 6, 7, 8, 9, 10)] == [3, 3, 4, 6, 8, 9]
-    cut = rules_batch(t, "1+", [[*"aé".encode()[:2]]])  # in the middle of a letter
-    assert [token_at(cut, 0, n) for n in (0, 1, 2)] == [3, 4, 4]
-    assert token_at(rules_batch(t, "1+", [end]), 0, 0) == 3  # an empty completion: the EOS
-    for n in (-1, 11):
-        with pytest.raises(IndexError, match=f"10 characters.*{n}"):
-            at(n)
-    # a response of two turns: its completion is the second one
-    for t in (toy(), chat()):
-        t.messages_of = lambda *_: []
-        several = rules_batch(t, [user("a"), assistant("b")], [b"ab", b" cd"], [b"xyz"])
-        assert several["completions"] == [" cd"]
-        assert [token_at(several, 0, n) for n in range(4)] == [8, 9, 10, 10]
-
-
-def test_the_token_of_a_character_in_other_tokenizers(blanks, world, tmp_path):
-    """The first token with which the text has the character, found one token after the other."""
-    pieces = Tokenizer(models.WordPiece({s: i for i, s in enumerate(
-        ["[UNK]", "so", "##me", "it", "is", ".", "[END]"])}, unk_token="[UNK]"))
-    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=pieces, eos_token="[END]").save_pretrained(tmp_path)
-    stops = load_tokenizer(world.policy, keys_of_system(stop_strings="['##']"))
-    for t, texts in ((blanks, ["it is so", "  x é\n it", "😀 é"]), (stops, ["so##me", "é"]),
-                     (load_tokenizer(str(tmp_path), keys_of_system()), ["some it is .", "it"])):
-        for ids in t.encode_texts(texts):
-            for own in (ids, [*ids, t.eos_id], ids[:-1]):
-                batch = rules_batch(t, "what?", [own])
-                text = batch["completions"][0]
-                assert len(text) or not ids[:-1]
-                for n in range(len(text)):
-                    slow = next(k for k in range(len(own)) if t.decode_response(
-                        own[:k + 1], "what?").startswith(text[:n + 1]))
-                    assert token_at(batch, 0, n) == 3 + slow, (text, n)
-                assert not own or token_at(batch, 0, len(text)) == 2 + len(own)
 
 
 def test_stop_strings(world):

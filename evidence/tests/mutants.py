@@ -34,7 +34,6 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("model.py", "torch.arange(len(tokens)), last]", "torch.arange(len(tokens)), last - 1]",
          "read"),
         ("rewards.py", "sum(weight * torch.where", "sum(torch.where", "sum"),
-        ("grading/answers.py", "text[last.end():]", "text[marks[0][1].end():]", "pairs"),
         ("grading/answers.py", "% 2 and mark.end() == len(ending)", "% 2", "begun")],
     "test_prompts": [
         ("prompts.py", "range(iteration * batch_size, (iteration + 1) * batch_size)",
@@ -107,6 +106,8 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("ranks.py", "        alarm.start()", "        pass", "nobody"),
         ("run.py", "if parallel.from_rank(self.settings) != self.settings:", "if 0:", "start_with"),
         ("checkpoint.py", "   if name not in trained}", "   }", "other_models")],
+    "test_thoughts": [
+        ("grading/answers.py", "text[last.end():]", "text[marks[0][1].end():]", "behind")],
     "test_zero": [
         ("load.py", "parts = hf.get_decoder(), hf.get", "parts = hf, hf.get", "vision")],
     "test_steps": [

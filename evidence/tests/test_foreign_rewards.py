@@ -1,11 +1,15 @@
 """
 options/foreign_rewards.py and options/user_code.py: which functions the key reward_functions names,
-how they are called, what they may return; async ones; the signature of TRL.
+how they are called, what they may return; async ones; the signature of TRL. And rules that give a
+number to each token (options/token_rewards.py).
 """
+import contextlib
 import os
 import re
 import signal
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +17,17 @@ import torch
 from errors import BadInput, Stop
 from options import time_limit
 from options.foreign_rewards import as_scores, load_reward
+from options.token_rewards import token_at
 from prompts import Rows
-from rewards import check_rows, reward_terms
+from rewards import check_rows, reward_terms, score_batch
+from test_tokenizer import assistant, user
+from tokenizer import load_tokenizer
 
+import test_tokenizer
 import tiny
+
+blanks, chat, toy = test_tokenizer.blanks, test_tokenizer.chat, test_tokenizer.toy  # fixtures
+NAN = float("nan")
 
 CHAT = [dict(role="user", content="7?"), dict(role="assistant", content="<think>")]
 ROWS = [dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=CHAT)]
@@ -74,6 +85,82 @@ def test_scores_are_numbers_and_other_values_stop_the_run():
         with pytest.raises(Stop, match=f"^reward 'mine' .*{part}") as e:
             as_scores("mine", returned, BATCH)
         assert "\n" not in str(e.value)
+
+
+TOKENS = [  # of two responses: the scores and token_rewards of the weight 2, or a part of the line
+    (torch.tensor([[0, 0.5, 1, 0], [0, -1, 0, 0]]), [3.0, -2.0], [[0, 1, 2, 0], [0, -2, 0, 0]]),
+    (np.array([[0, 0.5, 1, 0]] * 2, dtype="float32"), [3.0, 3.0], [[0, 1, 2, 0]] * 2),
+    (torch.tensor([[False, True, True, False]] * 2), [4.0, 4.0], [[0, 2, 2, 0]] * 2),
+    (torch.tensor([[0, NAN, NAN, 0], [0, 1, 1, 0]]), [NAN, 4.0], [[0] * 4, [0, 2, 2, 0]]),
+    ([1, 0.5], [2.0, 1.0], [[0] * 4] * 2),
+    (torch.tensor([[0, 1, 1, 0], [0, 1, 1, 5]]), "5.0 in column 3 of the row with the prompt 'b'"),
+    (torch.tensor([[0.5, 1, 1, 0]] * 2), "0.5 in column 0 of the row with the prompt 'a': a token"),
+    (torch.tensor([[0, 1, 1e39, 0]] * 2), "inf in column 2 .* no finite number"),
+    (torch.tensor([[0, 1, 1, NAN]] * 2), "nan in column 3"),
+    (torch.ones(2, 3), r"\(2, 3\): wanted .* \(2,\), or .*\(2, 4\)"),
+    ([[0, 1, 1, 0]] * 2, "tensor")]
+
+
+def test_numbers_of_tokens(monkeypatch):
+    """The sum is the score, each number stays at its token."""
+    monkeypatch.setattr("rewards.texts_of", lambda *_: dict(
+        completions=["x", "y"], rows=[dict(prompt="a"), dict(prompt="b")]))
+    for returned, *wanted in TOKENS:
+        batch = dict(tokens=torch.zeros(2, 4), begins=torch.tensor([1, 1]),
+                     sampler_logprobs=torch.zeros(2, 4),
+                     response_mask=torch.tensor([[False, True, True, False]] * 2))
+        line = pytest.raises(Stop, match=f"'f'.*{wanted[0]}")
+        with line if len(wanted) == 1 else contextlib.nullcontext():
+            score_batch(batch, [dict(prompt="a")], [(2.0, "f", partial(as_scores, "f", returned))],
+                        SimpleNamespace(tokenizer=None), None, 1, tiny.keys_of_system(), "cpu")
+            assert torch.equal(batch["scores"].nan_to_num(9), torch.tensor(wanted[0]).nan_to_num(9))
+            assert batch["token_rewards"].tolist() == wanted[1]
+
+
+def rules_batch(t, prompt, *turns):
+    """A rule's batch of one response: ids of the policy and of an environment by turns."""
+    ids, mask = [7, 7, 7], [False] * 3  # the prompt's
+    for number, turn in enumerate(turns):
+        ids, mask = [*ids, *turn], mask + [number % 2 == 0] * len(turn)
+    continued = None if len(turns) > 1 and t.chats else prompt
+    return dict(tokens=torch.tensor([ids]), response_mask=torch.tensor([mask]), tokenizer=t,
+                rows=[dict(prompt=prompt)], completions=[t.decode_response(turns[-1], continued)])
+
+
+def test_the_token_of_a_character_by_hand(toy, chat):
+    """A letter of several tokens has the last one; special tokens; the end; a cut response."""
+    t, end = toy(), [258]
+    batch = rules_batch(t, "1+", [256, *"aé".encode(), 259, 50, *end])
+    assert batch["completions"] == ["<think>aé2"]  # the padding in the middle writes nothing
+    at = partial(token_at, batch, 0)
+    assert [at(n) for n in (0, 6, 7, 8, 9, 10)] == [3, 3, 4, 6, 8, 9]
+    cut = rules_batch(t, "1+", [*"aé".encode()[:2]])  # in the middle of a letter
+    assert [token_at(cut, 0, n) for n in (0, 1, 2)] == [3, 4, 4]
+    assert token_at(rules_batch(t, "1+", end), 0, 0) == 3  # an empty completion: the EOS
+    for n in (-1, 11):
+        with pytest.raises(IndexError, match=f"10 characters.*{n}"):
+            at(n)
+    for t in (toy(), chat()):
+        t.messages_of = lambda *_: []
+        turns = rules_batch(t, [user("a"), assistant("b")], b"ab", b"xyz", b" cd")
+        assert turns["completions"] == [" cd"]  # the last one
+        assert [token_at(turns, 0, n) for n in range(4)] == [8, 9, 10, 10]
+
+
+def test_the_token_of_a_character_in_other_tokenizers(blanks, world):
+    """The first token with which the text has the character, found one token after the other."""
+    stops = load_tokenizer(world.policy, tiny.keys_of_system(stop_strings="['##']"))
+    for t, texts in ((blanks, ["it is so", "  x é\n it", "😀 é"]), (stops, ["so##me", "é"])):
+        for ids in t.encode_texts(texts):
+            for own in (ids, [*ids, t.eos_id], ids[:-1]):
+                batch = rules_batch(t, "what?", own)
+                text = batch["completions"][0]
+                assert len(text) or not ids[:-1]
+                for n in range(len(text)):
+                    slow = next(k for k in range(len(own)) if t.decode_response(
+                        own[:k + 1], "what?").startswith(text[:n + 1]))
+                    assert token_at(batch, 0, n) == 3 + slow, (text, n)
+                assert not own or token_at(batch, 0, len(text)) == 2 + len(own)
 
 
 def test_which_functions_take_a_batch(tmp_path):

@@ -6,7 +6,8 @@ by hand.
 from types import SimpleNamespace
 
 import pytest
-from grading.answers import accuracy, final_answer, say_unknown_marks, thinks, whole_responses
+from grading.answers import (accuracy, behind_thoughts, final_answer, say_unknown_marks, thinks,
+                             whole_responses)
 from grading.forms import format
 from grading.programs import extract_code
 
@@ -36,6 +37,22 @@ FAMILIES = {
     "apriel": ("Here are my reasoning steps:\n", "\n[BEGIN FINAL RESPONSE]\n",
                "\n[END FINAL RESPONSE]"),
 }
+BEHIND = {  # text: the text behind the thoughts
+    "5": "5", "": "", "a[/THINK]5": "5", "[THINK]a[/THINK]5[THINK]b[/THINK]6": "6",
+    # the marks of another family are text in thoughts
+    "<think>as in [THINK]</think>5": "5", "<think>a [THINK]b[/THINK] 7": None,
+    "<reasoning>between <think> and </think>": None, "[THINK]<think>[/THINK]5": "5",
+    # two kinds, one behind the other
+    "<think>\n\n</think>\n\n<reasoning>7</reasoning>5": "5", "<think></think><reasoning>7": None,
+    # gpt-oss: no thoughts; words before a call; a call alone; cut off in the header
+    "<|channel|>final<|message|>5": "5", f"<|channel|>commentary<|message|>7{FINAL}5": "5",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}": None,
+    f"{HARMONY}7<|end|><|start|>assistant<|channel|>fin": None, f"{HARMONY}7{FINAL[:-11]}": None,
+    f"{HARMONY}a<|end|><|start|>assistant{HARMONY}b{FINAL}5": "5",
+    # plain words in a text of another model
+    "So here it is. Here is my thought process: 2+3. It is 5.":
+    "So here it is. Here is my thought process: 2+3. It is 5.",
+    "<THINK>5": "<THINK>5", "x[THINK2] <thinker>": "x[THINK2] <thinker>"}
 DRAFT = "so \\boxed{7}\n#### 7\n```python\nx = 7\n```\n7"
 PROGRAM = "```python\nx = 5\n```"
 
@@ -71,6 +88,10 @@ def test_a_family(family):
     assert extract_code(f"{first}{DRAFT}{last}x = 5{end}").strip() == "x = 5"
     assert extract_code(f"{first}{PROGRAM}") is None
     assert final_answer(f"{DRAFT}{last}5{end}") == "5"  # the prompt that opened them is not known
+
+
+def test_the_text_behind_the_thoughts():
+    assert {text: behind_thoughts(text) for text in BEHIND} == BEHIND
 
 
 def test_what_a_message_of_the_assistant_has_begun():
