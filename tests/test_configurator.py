@@ -107,38 +107,6 @@ def test_a_wrong_argument_or_file_is_one_line_that_names_it(toy, arg, words):
     assert "\n" not in str(e.value) and all(word in str(e.value) for word in words), e.value
 
 
-def test_of_two_keys_for_one_thing_a_later_one_counts(toy):
-    """One that is typed, in the place of a file's; not two in one place, nor one that is beaten."""
-    pytest.importorskip("options.mistakes")  # a fork may lack it
-    write("c.py", "count = 5\n")
-    write("m.py", "minutes = 2.0\n")
-    assert toy("c.py", "--minutes=2")["minutes"] == 2 and toy("--count=4", "--minutes=0")
-    write("both.py", "count = 5\nminutes = 2.0\n")
-    for argv in (["both.py"], ["--minutes=2", "--count=4"], ["m.py", "--count=4"]):
-        with pytest.raises(BadInput, match="minutes .* count"):
-            toy(*argv)
-
-
-def test_a_path_may_begin_at_home(toy, monkeypatch):
-    """bash leaves the ~ of --out_dir=~/o as it is."""
-    monkeypatch.setenv("HOME", "/home/me")
-    for typed, found in {
-            "~/o": "/home/me/o", "~": "/home/me", "'~/o'": "/home/me/o", "out/~/o": "out/~/o",
-            "~/a.jsonl,0.3*~/b.jsonl, ~/c~": "/home/me/a.jsonl,0.3*/home/me/b.jsonl, /home/me/c~",
-            "hf:~/set:main:train": "hf:/home/me/set:main:train", "a~/b,c~": "a~/b,c~", "~~~": "~~~",
-            "accuracy,-0.5*~/mine.py:f": "accuracy,-0.5*/home/me/mine.py:f",
-            "~nobody_has_this_name/o": "~nobody_has_this_name/o"}.items():
-        assert toy(f"--out_dir={typed}")["out_dir"] == found
-    write("config.py", "out_dir = '~/o'\n")
-    assert toy("config.py")["out_dir"] == "/home/me/o"
-    keys = read_keys(f"{ROOT}/config/keys.py") | read_keys(f"{ROOT}/grpo.py")
-    argv = [f"--{key}=~/x" for key in (
-        "policy_path", "prompts_path", "reward_functions", "environment", "tools", "chat_template",
-        "judge_template", "ref_path", "out_dir")]
-    found = read_arguments(keys, argv + ["--stop_strings=~/x", "--system_prompt=~/x"])
-    assert [value for value, _ in found.values()] == ["/home/me/x"] * len(argv) + ["~/x"] * 2
-
-
 def test_a_key_for_one_model():
     given = {"3": "3", "policy=3,value=2": "2", "policy=3": "", "1,value=3": "3", "": ""}
     assert {text: for_model(text, "value") for text in given} == given
@@ -159,39 +127,6 @@ def test_each_config_file_fits_its_script_and_each_default_its_range():
             with contextlib.suppress(BadInput):
                 said.append(read_arguments(keys, [file]))
         assert said or file.endswith("_dpo.py") and len(names) == 4, file
-
-
-@pytest.mark.parametrize("script, key, hint", [
-    ("ppo.py", "lr", "learning_rate"), ("ppo.py", "num_generations", "group_size"),
-    ("grpo.py", "deepspeed", "zero_stage"), ("sft.py", "resume_from_checkpoint", "same command"),
-    ("rm.py", "bf16", "dtype=bfloat16"), ("sft.py", "model", "init_from"),
-    ("grpo.py", "actor_rollout_ref.rollout.n", "group_size"), ("grpo.py", "rollout.n", "group_"),
-    ("ppo.py", "actor_learning_rate", "learning_rate"), ("sft.py", "group_size", "of grpo.py"),
-    ("ppo.py", "temprature", "'temperature'"), ("grpo.py", "mini_batch_size", "num_minibatches"),
-    ("rm.py", "beta", "of ppo.py and grpo.py, not of this"), ("grpo.py", "value_lr", "of ppo.py"),
-    ("ppo.py", "target_kl", "kl_controller"), ("ppo.py", "config", "type its path alone"),
-    ("ppo.py", "dataset", "prompts_path"), ("ppo.py", "batch-size", "'batch_size'"),
-    ("ppo.py", "no-gradient-checkpointing", "--gradient_checkpointing=False"),
-    ("ppo.py", "xyz_steps", "--help")])
-def test_an_unknown_key_is_told_of_the_right_one(script, key, hint):
-    page = f"{ROOT}/docs/coming_from_trl.md"
-    if hint != "--help" and not os.path.exists(page):
-        pytest.skip("a fork may lack the page")
-    keys = read_keys(f"{ROOT}/{script}") | read_keys(f"{ROOT}/config/keys.py")
-    for form in (f"--{key}=1", f"+{key}=1", f"{key}=1"):
-        with pytest.raises(BadInput) as said:
-            read_arguments(keys, [form])
-        assert key in str(said.value) and hint in str(said.value)
-        assert hint == "--help" or "--help" not in str(said.value)
-
-
-def test_the_keys_on_the_page_of_foreign_names_are_keys():
-    names = pytest.importorskip("options.foreign_names")
-    keys = set(read_keys(f"{ROOT}/config/keys.py")).union(*map(names.keys_of, names.SCRIPTS))
-    for theirs, ours, _ in names.rows_of_page():
-        assert not keys.intersection(theirs), theirs
-        named = names.keys_in(re.sub(r"\b[a-z]+\.py", "", ours))
-        assert set(named) - {"nothing", "and", "or", "with"} <= keys, ours
 
 
 def test_each_command_of_the_docs_fits_its_script(monkeypatch):

@@ -23,11 +23,12 @@ import errors
 import pytest
 import test_configurator
 import torch
+from configurator import read_arguments, read_keys
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from errors import BadInput, Stop
 from load import load
-from options import chats, hub
+from options import chats, foreign_names, hub
 from options.foreign_rewards import load_reward
 from options.four_bits import quantize
 from options.optimizers import other_optimizer
@@ -253,6 +254,64 @@ def test_a_config_file_may_compute(toy):
     assert toy("c.py") == test_configurator.DEFAULTS | dict(count=4, rate=2.0)
 
 
+def test_of_two_keys_for_one_thing_a_later_one_counts(toy):
+    """One that is typed, in the place of a file's; not two in one place, nor one that is beaten."""
+    write("c.py", "count = 5\n")
+    write("m.py", "minutes = 2.0\n")
+    assert toy("c.py", "--minutes=2")["minutes"] == 2 and toy("--count=4", "--minutes=0")
+    write("both.py", "count = 5\nminutes = 2.0\n")
+    for argv in (["both.py"], ["--minutes=2", "--count=4"], ["m.py", "--count=4"]):
+        with pytest.raises(BadInput, match="minutes .* count"):
+            toy(*argv)
+
+
+def test_a_path_may_begin_at_home(toy, monkeypatch):
+    """bash leaves the ~ of --out_dir=~/o as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for path in ("~/o", "~", "'~/o'", "~/a.jsonl,0.3*~/b.jsonl, ~/c~", "hf:~/set:main:train",
+                 "accuracy,-0.5*~/mine.py:f"):
+        at_home = re.sub("(?<!c)~", "/home/me", path.strip("'"))
+        assert toy(f"--out_dir={path}")["out_dir"] == at_home
+    for path in "out/~/o", "a~/b,c~", "~~~", "~nobody_has_this_name/o":
+        assert toy(f"--out_dir={path}")["out_dir"] == path
+    write("config.py", "out_dir = '~/o'\n")
+    assert toy("config.py")["out_dir"] == "/home/me/o"
+    keys = read_keys(f"{ROOT}/config/keys.py") | read_keys(f"{ROOT}/grpo.py")
+    for key in "policy_path reward_functions tools judge_template stop_strings".split():
+        (value, _), = read_arguments(keys, [f"--{key}=~/x"]).values()
+        assert value == ("~/x" if key == "stop_strings" else "/home/me/x")
+
+
+@pytest.mark.parametrize("script, key, hint", [
+    ("ppo.py", "lr", "learning_rate"), ("ppo.py", "num_generations", "group_size"),
+    ("grpo.py", "deepspeed", "zero_stage"), ("sft.py", "resume_from_checkpoint", "same command"),
+    ("rm.py", "bf16", "dtype=bfloat16"), ("sft.py", "model", "init_from"),
+    ("grpo.py", "actor_rollout_ref.rollout.n", "group_size"), ("grpo.py", "rollout.n", "group_"),
+    ("ppo.py", "actor_learning_rate", "learning_rate"), ("sft.py", "group_size", "of grpo.py"),
+    ("ppo.py", "temprature", "'temperature'"), ("grpo.py", "mini_batch_size", "num_minibatches"),
+    ("rm.py", "beta", "of ppo.py and grpo.py, not of this"), ("grpo.py", "value_lr", "of ppo.py"),
+    ("ppo.py", "target_kl", "kl_controller"), ("ppo.py", "config", "type its path alone"),
+    ("ppo.py", "dataset", "prompts_path"), ("ppo.py", "batch-size", "'batch_size'"),
+    ("ppo.py", "no-gradient-checkpointing", "--gradient_checkpointing=False"),
+    ("ppo.py", "xyz_steps", "--help")])
+def test_an_unknown_key_is_told_of_the_right_one(script, key, hint):
+    keys = read_keys(f"{ROOT}/{script}") | read_keys(f"{ROOT}/config/keys.py")
+    for form in (f"--{key}=1", f"+{key}=1", f"{key}=1"):
+        with pytest.raises(BadInput) as said:
+            read_arguments(keys, [form])
+        assert key in str(said.value) and hint in str(said.value)
+        assert hint == "--help" or "--help" not in str(said.value)
+
+
+def test_the_keys_on_the_page_of_foreign_names_are_keys():
+    keys = {*read_keys(f"{ROOT}/config/keys.py")}
+    keys.update(*map(foreign_names.keys_of, foreign_names.SCRIPTS))
+    for theirs, ours, _ in foreign_names.rows_of_page():
+        assert not keys.intersection(theirs), theirs
+        named = foreign_names.keys_in(re.sub(r"\b[a-z]+\.py", "", ours))
+        assert set(named) - {"nothing", "and", "or", "with"} <= keys, ours
+
+
 @pytest.mark.parametrize("typed, meant", [
     ("--rate 1e-4", "--rate=1e-4"), ("--limit=9 --count 7 --rate=2", "--count=7"),
     ("--count -1", "--count=-1"), ("--count c.py", "--count=3"),
@@ -338,7 +397,7 @@ def test_help_fits_the_terminal(tmp_path):
         words = {word for word in said.split() if len(word) + 8 > width}  # of paths
         assert all(len(line) <= min(width, 80) or words.intersection(line.split())
                    for line in said.splitlines()), said
-        for name, key in test_configurator.read_keys(f"{ROOT}/{script}").items():
+        for name, key in read_keys(f"{ROOT}/{script}").items():
             assert f"    {name} = {key.default!r}" in said or width < 60
             assert " ".join(key.comment.split("[")[0].split()) in " ".join(said.split())
 
