@@ -5,7 +5,7 @@ it computes of a batch}, or with the names of the choices by which that differs 
 from types import SimpleNamespace as Given
 
 import torch
-from ours import BETA, CAP, EPS, G, GAMMA, HIGH, LAM, LOW, MOVES, STEPS, T, graded, per_token
+from ours import CAP, EPS, G, GAMMA, HIGH, LAM, LOW, STEPS, T, graded, per_token
 
 # {name of a choice: (keywords of ours.py's function, what it is)}
 CHOICES = {
@@ -15,28 +15,19 @@ CHOICES = {
     "eps 1e-9": (dict(epsilon=1e-9), "the same; it is less than the rounding of float32, by which "
                  "the deviation of equal scores is not 0"),
     "std + 1e-5": (dict(outside=1e-5), "in the place of sqrt(variance + 1e-8)"),
-    "by tokens": (dict(tokens=True), "mean and deviation are over tokens, so a long response has "
-                  "more say; in quartet over responses"),
     "KL <= 10": (dict(most=10), "an estimate beyond 10 nats is cut, and its gradient is 0"),
-    "ratio < e^20": (dict(clamp=20), "a log ratio beyond 20 has no gradient"),
     "dual clip 3": (dict(dual=True), "is always on"),
     "mean of rows": (dict(rows=True), "a mean over rows of means over tokens: a token of a short "
                      "row counts more"),
-    "token-mean": (dict(kind="token-mean"), "all tokens weigh the same; the papers have a mean "
-                   "over responses (2507.18071, eq. 5; 2511.20347)"),
+    "token-mean": (dict(kind="token-mean"), "all tokens weigh the same; the paper has a mean "
+                   "over responses (2507.18071, eq. 5)"),
     "gaps are 0": (dict(steps="empty"), "a gap is steps of value 0: so the token before it has "
                    "V = 0 as its next state (1506.02438, eq. 16), and lam fades over it"),
     "reads padding": (dict(steps="all"), "rewards and values of padding and gaps are in the sums: "
                       "right if the caller has set them to 0, and there are no gaps (the same)"),
     "cut: + value": (dict(cut=True), "a response that fills its row gets the value behind it; in "
                      "quartet that is 0"),
-    "gap resets": (dict(resets=True), "what follows a gap is not in the returns before it; the "
-                   "paper's return is the sum of all that follows (2501.03262)"),
-    "no cap": (dict(cap=False), "the coefficient moves by more than 20 % if a batch has more "
-               "responses than the horizon"),
-    "empty rows": (dict(empty=True), "a row without tokens is one of the n of a mean over rows"),
-    "own weights": (dict(own=True), "each token keeps its importance weight, by GSPO-token's "
-                    "gradient (2507.18071, 4.3); in quartet it has the mean of its response's")}
+    "empty rows": (dict(empty=True), "a row without tokens is one of the n of a mean over rows")}
 
 
 def tokens(of):
@@ -62,46 +53,19 @@ def each(kinds, kl, *choices):
     return {kind: (mean(kind), *choices) for kind in kinds.split()}
 
 
-def back(b, advantages):
-    """Advantages (tokens,) in their places, (B, T)."""
-    return torch.zeros_like(b.rewards).masked_scatter(b.mask, advantages)
-
-
-def moved(controller):
-    """A KL controller's coefficient after one iteration, in the cases of ours.kl_controller."""
-    made = [controller(1.0, 6.0, 10_000) for _ in MOVES]
-    for one, (kl, responses) in zip(made, MOVES, strict=True):
-        one.update(kl, responses)
-    return torch.tensor([float(one.value) for one in made], dtype=torch.float64)
-
-
 def verl(w):
     c, f = w["verl/trainer/ppo/core_algos.py"], w["verl/utils/torch_functional.py"]
+    correction = w["verl/trainer/ppo/rollout_corr_helper.py"]
 
     def advantage(name, **keys):
         return tokens(lambda b: getattr(c, f"compute_{name}_outcome_advantage")(
             b.last * b.scores[:, None], b.m, index=b.index, **keys)[0])
 
-    def policy(name, kind="token-mean", low=LOW, high=HIGH, weighted=False):
-        cov = Given(clip_cov_ratio=1.0, clip_cov_ub=5.0, clip_cov_lb=1.0, kl_cov_ratio=0.0002,
-                    ppo_kl_coef=1.0)
-        config = Given(clip_ratio=EPS, clip_ratio_low=low, clip_ratio_high=high, tau_pos=1.0,
-                       tau_neg=1.05, global_batch_info={}, policy_loss=cov,
-                       get=lambda key, default: 3.0)
+    def policy(name, kind="token-mean", low=LOW, high=HIGH):
+        config = Given(clip_ratio=EPS, clip_ratio_low=low, clip_ratio_high=high,
+                       global_batch_info={}, get=lambda key, default: 3.0)
         return loss(lambda b, x: getattr(c, f"compute_policy_loss_{name}")(
-            b.old, x, b.advantages, b.m, kind, config,
-            back(b, weight("token")(b)) if weighted else None)[0])
-
-    def weight(level):
-        module = w["verl/trainer/ppo/rollout_corr_helper.py"]
-        return tokens(lambda b: module.compute_rollout_correction_weights(
-            b.old - b.sampler, b.m, level, CAP)[0])
-
-    def gdpo(b):
-        return c.compute_gdpo_outcome_advantage(
-            b.last, b.m, b.index, config=dict(gdpo_reward_keys="ab", gdpo_reward_weights=[1, 0.5]),
-            batch=dict(prompts=torch.zeros(1, 0), attention_mask=b.span),
-            non_tensor_batch=dict(a=b.scores.numpy(), b=b.other.numpy()))[0]
+            b.old, x, b.advantages, b.m, kind, config, None)[0])
 
     def length(b):
         buffer = Given(enable=True, len=20, penalty_factor=1.0, log=False)
@@ -120,28 +84,17 @@ def verl(w):
         **each("k1 k2", lambda *x: c.kl_penalty(*x)),
         **each("k3", lambda *x: c.kl_penalty(*x), "KL <= 10"),
         "clipped loss": (policy("vanilla", high=LOW), "dual clip 3"),
-        "dual clip": (policy("vanilla", high=LOW), "ratio < e^20"),
         "value loss": loss(lambda b, x: c.compute_value_loss(
             x, b.rewards, b.old_values, b.m, EPS)[0], "values"),
-        "KL controller": (lambda b: moved(c.AdaptiveKLController), "no cap"),
         "GRPO": (advantage("grpo"), "eps 1e-6"), "RLOO": advantage("rloo"),
         "Dr. GRPO": advantage("grpo", norm_adv_by_std_in_grpo=False),
-        "REINFORCE++": (tokens(lambda b: c.compute_reinforce_plus_plus_outcome_advantage(
-            b.rewards * b.m, b.m, Given(gamma=1.0))[0]), "n - 1"),
-        "REINFORCE++ baseline": (advantage("reinforce_plus_plus_baseline"), "by tokens", "n - 1"),
-        "GDPO": (tokens(gdpo), "by tokens", "eps 1e-6", "n - 1"),
         "token-mean": mean("token-mean"), "seq-mean-token-mean": mean("seq-mean-token-mean"),
-        "seq-mean-token-sum-norm": lambda b: mean(
-            "seq-mean-token-sum-norm", loss_scale_factor=2 * T, global_batch_size=len(b.m))(b),
+        "seq-mean-token-sum-norm": mean(
+            "seq-mean-token-sum-norm", loss_scale_factor=2 * T, global_batch_size=3 * G),
         "GSPO": policy("gspo", "seq-mean-token-mean"), "CISPO": policy("cispo", low=1.0),
-        "SAPO": (policy("sapo"), "ratio < e^20"), "DAPO's length": length,
-        "importance weights": weight("token"), "one for a response": weight("sequence"),
-        "GSPO, with weights": (policy("gspo", "seq-mean-token-mean", weighted=True),
-                               "own weights"),
-        "OPO": advantage("opo"), "GMPO": policy("geo_mean", low=0.4, high=0.4),
-        "pass@k": advantage("grpo_passk", config=dict(norm_adv_by_std_in_grpo=False)),
-        "KL-Cov": policy("kl_cov"), "Clip-Cov": lambda b: policy("clip_cov", high=LOW)(b)[1:],
-        "seq-mean-token-sum": mean("seq-mean-token-sum")}
+        "importance weights": tokens(lambda b: correction.compute_rollout_correction_weights(
+            b.old - b.sampler, b.m, "token", CAP)[0]),
+        "DAPO's length": length}
 
 
 def openrlhf(w):
@@ -156,20 +109,19 @@ def openrlhf(w):
             "if args.algo.advantage.estimator == 'rloo'", "if args.", args=args,
             rewards=b.scores.view(-1, G)).rewards.flatten())
 
-    def white(of):
-        def advantages(b):
-            begin = "if args.algo.advantage.estimator in ['gae', 'reinforce', 'reinforce_b"
-            args = Given(algo=Given(advantage=Given(estimator="gae", no_std_norm=False)))
-            one = Given(advantages=of(b), action_mask=b.mask)
-            maker.lines(begin, begin, args=args, experiences=[one])
-            return one.advantages
-        return tokens(advantages)
+    def white(b):
+        begin = "if args.algo.advantage.estimator in ['gae', 'reinforce', 'reinforce_b"
+        args = Given(algo=Given(advantage=Given(estimator="gae", no_std_norm=False)))
+        one = Given(advantages=b.rewards, action_mask=b.mask)
+        maker.lines(begin, begin, args=args, experiences=[one])
+        return one.advantages
 
-    def method(name, *args):
-        return maker.method(f"RemoteExperienceMaker.{name}")(None, *args)
+    def gae(b):
+        return maker.method("RemoteExperienceMaker.get_advantages_and_returns")(
+            None, b.values, b.rewards, b.m, GAMMA, LAM)[0]
 
-    def policy(**keys):
-        return loss(lambda b, x: m.PolicyLoss(**dict(clip_eps_high=LOW) | keys)(
+    def policy(high, **keys):
+        return loss(lambda b, x: m.PolicyLoss(clip_eps_high=high, **keys)(
             x, b.old, b.advantages, b.m)[0])
 
     def weights(b):  # by the gradient of a ratio of 1 with an advantage of -1
@@ -185,43 +137,27 @@ def openrlhf(w):
         return made.rewards
 
     return {
-        "GAE, with gaps": (tokens(lambda b: method(
-            "get_advantages_and_returns", b.values, b.rewards, b.m, GAMMA, LAM)[0]), "gaps are 0"),
-        "whitening": white(lambda b: b.rewards),
+        "GAE, with gaps": (tokens(gae), "gaps are 0"), "whitening": tokens(white),
         **each("k1 k2 k3", lambda x, ref, kind: u.compute_approx_kl(x, ref, kl_estimator=kind),
                "KL <= 10"),
-        "clipped loss": (policy(), "ratio < e^20"),
-        "dual clip": (policy(dual_clip=3.0), "ratio < e^20"),
+        "clipped loss": policy(LOW), "GSPO": policy(HIGH, policy_loss_type="gspo"),
         "value loss": loss(lambda b, x: m.ValueLoss(EPS)(
             x, b.old_values, b.rewards, b.m), "values"),
-        "KL controller": (lambda b: moved(w[folder + "kl_controller.py"].AdaptiveKLController),
-                          "no cap"),
         "GRPO": (advantage("group_norm"), "eps 1e-9"), "Dr. GRPO": advantage("dr_grpo"),
-        "RLOO": advantage("rloo"),
-        "REINFORCE++": white(lambda b: method("get_cumulative_returns", b.rewards, b.m, 1.0)),
-        "REINFORCE++ baseline": (white(lambda b: back(b, advantage("reinforce_baseline")(b))),
-                                 "by tokens"),
-        "token-mean": loss(lambda b, x: m.aggregate_loss(x, b.m)),
+        "RLOO": advantage("rloo"), "token-mean": loss(lambda b, x: m.aggregate_loss(x, b.m)),
         "seq-mean-token-mean": loss(lambda b, x: m.aggregate_loss(x, b.m, False)),
-        "GSPO": policy(clip_eps_high=HIGH, policy_loss_type="gspo"),
         "importance weights": tokens(weights), "DAPO's length": length,
-        "pair loss": lambda b: m.PairWiseLoss()(b.pairs[:, 0], b.pairs[:, 1]),
-        "DPO": lambda b: m.DPOLoss(BETA)(*b.pairs.T)[0]}
+        "pair loss": lambda b: m.PairWiseLoss()(*b.pairs.T)}
 
 
 def skyrl(w):
     folder = "skyrl/backends/skyrl_train/utils/"
-    p = w[folder + "ppo_utils.py"]
+    p, correction = w[folder + "ppo_utils.py"], w[folder + "off_policy_correction_utils.py"]
 
     def advantage(name, **keys):
-        return tokens(lambda b: getattr(p, f"compute_{name}advantage")(
-            token_level_rewards=b.last * (b.scores if name != "maxrl_" else b.right)[:, None],
-            response_mask=b.m, index=b.index, **keys)[0])
-
-    def weight(level):
-        caps = Given(token_tis_ratio_clip_high=CAP, sequence_tis_ratio_clip_high=CAP)
-        return tokens(lambda b: w[folder + "off_policy_correction_utils.py"].compute_tis_ratio(
-            b.old, b.sampler, b.m, level, caps)[0].expand_as(b.m))
+        return tokens(lambda b: getattr(p, f"compute_{name}_outcome_advantage")(
+            token_level_rewards=b.last * b.scores[:, None], response_mask=b.m, index=b.index,
+            **keys)[0])
 
     def scaled(b, x, kind):  # it divides advantages, and then adds up losses
         return p.apply_loss_reduction_to_advantages_minibatch(
@@ -230,10 +166,9 @@ def skyrl(w):
     def mean(kind):
         return loss(lambda b, x: p.reduce_loss(x * scaled(b, torch.ones_like(b.m), kind), b.m))
 
-    def policy(name, kind="token_mean", high=HIGH, regular="regular"):
-        config = Given(eps_clip_low=LOW, eps_clip_high=high, policy_loss_type=regular,
-                       clip_ratio_c=3.0, loss_reduction="sequence_mean",
-                       sapo=Given(tau_pos=1.0, tau_neg=1.05), off_policy_correction=None,
+    def policy(name, kind="token_mean", high=HIGH):
+        config = Given(eps_clip_low=LOW, eps_clip_high=high, policy_loss_type="regular",
+                       clip_ratio_c=3.0, loss_reduction="sequence_mean", off_policy_correction=None,
                        cispo=Given(cispo_eps_clip_low=1.0, cispo_eps_clip_high=HIGH))
         return loss(lambda b, x: getattr(p, name)(
             x, b.old, scaled(b, b.advantages, kind), config, b.m)[0])
@@ -244,22 +179,17 @@ def skyrl(w):
         "whitening": (tokens(lambda b: p.masked_whiten(b.rewards, b.m)), "n - 1"),
         **each("k1 k2", lambda x, ref, kind: p.compute_approx_kl(x, ref, None, kind)),
         **each("k3", lambda x, ref, kind: p.compute_approx_kl(x, ref, None, kind), "KL <= 10"),
-        "clipped loss": (policy("ppo_policy_loss", high=LOW), "ratio < e^20"),
-        "dual clip": (policy("ppo_policy_loss", high=LOW, regular="dual_clip"), "ratio < e^20"),
+        "clipped loss": policy("ppo_policy_loss", high=LOW),
         "value loss": (loss(lambda b, x: p.ppo_critic_loss(
             x, b.old_values, b.rewards, Given(value_clip=EPS), b.m)[0], "values"), "mean of rows"),
-        "KL controller": (lambda b: moved(p.AdaptiveKLController), "no cap"),
-        "GRPO": (advantage("grpo_outcome_"), "eps 1e-6"), "RLOO": advantage("rloo_outcome_"),
-        "Dr. GRPO": advantage("grpo_outcome_", grpo_norm_by_std=False),
-        "REINFORCE++": (tokens(lambda b: p.compute_reinforce_plus_plus_outcome_advantage(
-            b.rewards * b.m, b.m, 1.0)[0]), "n - 1", "gap resets"),
-        "MaxRL": (advantage("maxrl_"), "eps 1e-6"), "token-mean": mean("token_mean"),
+        "GRPO": (advantage("grpo"), "eps 1e-6"), "RLOO": advantage("rloo"),
+        "Dr. GRPO": advantage("grpo", grpo_norm_by_std=False), "token-mean": mean("token_mean"),
         "seq-mean-token-mean": (mean("sequence_mean"), "empty rows"),
         "seq-mean-token-sum-norm": mean("seq_mean_token_sum_norm"),
-        "prompt mean": mean("prompt_mean"), "GSPO": policy("gspo_policy_loss", "sequence_mean"),
+        "GSPO": policy("gspo_policy_loss", "sequence_mean"),
         "CISPO": policy("compute_policy_loss_cispo"),
-        "SAPO": (policy("sapo_policy_loss", "sequence_mean"), "ratio < e^20"),
-        "importance weights": weight("token"), "one for a response": weight("sequence")}
+        "importance weights": tokens(lambda b: correction.compute_tis_ratio(
+            b.old, b.sampler, b.m, "token", Given(token_tis_ratio_clip_high=CAP))[0])}
 
 
 def areal(w):
@@ -288,14 +218,12 @@ def areal(w):
         "whitening": (tokens(lambda b: norm("batch", "batch", 1)(b.rewards, b.m)),
                       "n - 1", "std + 1e-5"),
         **each("k1 k2 k3", lambda *x: data.KLEstimator._compute_approx_kl(*x), "KL <= 10"),
-        "clipped loss": policy(), "dual clip": policy(c_clip=3.0),
+        "clipped loss": policy(),
         "value loss": loss(lambda b, x: f.ppo_critic_loss_fn(
             x, b.old_values, b.rewards, EPS, b.mask)[0], "values"),
         "GRPO": (advantage(std="group"), "eps 1e-5"), "Dr. GRPO": advantage(),
         "RLOO": advantage(others=True),
         "GSPO": (policy(eps_clip_higher=HIGH, importance_sampling_level="sequence"), "token-mean"),
-        "SAPO": (loss(lambda b, x: f.sapo_loss_fn(
-            x, b.old, b.advantages, 1.0, 1.05, b.mask)[0]), "token-mean"),
         "importance weights": tokens(lambda b: f.apply_rejection_sampling(
             b.old, b.sampler, b.mask, None, Given(metric="ratio", level="token", action="clamp",
                                                   lower=None, upper=CAP)).behave_imp_weight),
@@ -304,32 +232,26 @@ def areal(w):
                  loss_mask=torch.arange(100) < torch.tensor(STEPS)[:, None]), 20, 1.0, 100
         )["rewards"],
         "pair loss": lambda b: w["areal/trainer/rw/rw_engine.py"].lines(
-            "loss = -", "loss = loss.mean", scores=b.pairs).loss,
-        "DPO": lambda b: f.dpo_preference_loss(b.margin, beta=BETA).mean()}
+            "loss = -", "loss = loss.mean", scores=b.pairs).loss}
 
 
 def trl(w):
     trainer = w["trl/trainer/grpo_trainer.py"]
     last = "if self.loss_type in ['grpo', 'sapo']"
 
-    def lines(b, kind, first="log_ratio = ", high=LOW, level="token", delta=None, weigh=False,
-              **given):
-        weights = (b.old - b.sampler).exp().clamp(max=CAP)
+    def lines(b, kind, first="log_ratio = ", high=LOW, level="token", **given):
         owner = Given(
             importance_sampling_level=level, loss_type=kind, epsilon_low=LOW, epsilon_high=high,
             beta=0.0, off_policy_mask_threshold=None, off_policy_sequence_mask_delta=None,
-            use_vllm=weigh, vllm_importance_sampling_correction=True, tau_pos=1.0, tau_neg=1.05,
-            rollout_importance_sampling_mode="token_truncate" if weigh else None,
-            max_completion_length=2 * T, current_gradient_accumulation_steps=1, _has_teacher=False,
+            use_vllm=False, rollout_importance_sampling_mode=None, _has_teacher=False,
+            max_completion_length=2 * T, current_gradient_accumulation_steps=1,
             model=Given(training=True), accelerator=Given(num_processes=1),
             _undo_gradient_accumulation_scaling=lambda loss: loss,
-            args=Given(delta=delta, use_bias_correction_kl=False, steps_per_generation=1,
-                       sapo_temperature_pos=1.0, sapo_temperature_neg=1.05))
+            args=Given(delta=None, use_bias_correction_kl=False, steps_per_generation=1))
         return trainer.lines(
             first, last, self=owner, old_per_token_logps=b.old, mask=b.m, completion_mask=b.m,
             advantages=b.advantages, entropy_mask=None, per_token_kl=None, mode="train",
-            rollout_is_weights=weights if weigh else None,
-            inputs=dict(num_items_in_batch=b.mask.sum(), importance_sampling_ratio=weights),
+            rollout_is_weights=None, inputs=dict(num_items_in_batch=b.mask.sum()),
             grpo_batch=Given(num_items_in_batch=b.mask.sum()),
             WINDOW_NORMALIZED_LOSS_TYPES=("cispo", "dapo", "fipo"), **given).loss
 
@@ -339,48 +261,42 @@ def trl(w):
     def mean(kind):
         return loss(lambda b, x: lines(b, kind, last, per_token_loss=x))
 
-    def advantage(kind="sum_then_normalize", second=0.0, scale="group"):
-        owner = Given(multi_objective_aggregation=kind, scale_rewards=scale, reward_funcs="ab",
-                      reward_weights=torch.tensor([1.0, second]))
+    def advantage(scale="group"):
+        owner = Given(multi_objective_aggregation="sum_then_normalize", scale_rewards=scale,
+                      reward_funcs="a", reward_weights=torch.ones(1))
         return rows(lambda b: trainer.lines(
             "if self.multi_objective_aggregation ==", "advantages = torch.nan_to_num",
             self=owner, num_generations=G, device="cpu", unscorable_mask=b.scores.isnan(),
-            rewards_per_func=torch.stack([b.scores, b.other], 1)).advantages)
+            rewards_per_func=b.scores[:, None]).advantages)
 
-    def weight(level):
-        owner = Given(vllm_importance_sampling_mode=f"{level}_truncate",
+    def weights(b):
+        owner = Given(vllm_importance_sampling_mode="token_truncate",
                       vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=CAP)
-        return tokens(lambda b: trainer.lines(
+        return trainer.lines(
             "mask = completion_mask", "if self.vllm_importance_sampling_mode in", self=owner,
             completion_mask=b.m, tool_mask=None, old_per_token_logps=b.old,
-            sampling_per_token_logps=b.sampler).vllm_importance_sampling_ratio.expand_as(b.m))
+            sampling_per_token_logps=b.sampler).vllm_importance_sampling_ratio
 
     return {
-        "seq-mean-token-sum": (mean("luspo"), "empty rows"),
-        "clipped loss": policy(), "dual clip": policy(delta=3.0), "token-mean": mean("bnpo"),
+        "clipped loss": policy(), "token-mean": mean("bnpo"),
         "seq-mean-token-mean": (mean("grpo"), "empty rows"),
         "seq-mean-token-sum-norm": mean("dr_grpo"),
-        "GSPO, with weights": policy("grpo", high=HIGH, level="sequence", weigh=True),
         "GSPO": policy("grpo", high=HIGH, level="sequence"),
-        "CISPO": policy("cispo", high=1 + HIGH), "SAPO": policy("sapo"),
+        "CISPO": policy("cispo", high=1 + HIGH),
         **each("k3", lambda x, ref, kind: trainer.lines(
             "per_token_kl = ", "per_token_kl = ", per_token_logps=x, ref_per_token_logps=ref
         ).per_token_kl),
-        "GRPO": advantage(), "Dr. GRPO": advantage(scale="none"),
+        "GRPO": advantage(), "Dr. GRPO": advantage("none"),
         "RLOO": rows(lambda b: w["trl/trainer/rloo_trainer.py"].lines(
             "grouped_rewards = ", "advantages = torch.nan_to_num", rewards=b.scores,
             num_generations=G, self=Given(normalize_advantages=False)).advantages),
-        "GDPO": advantage("normalize_then_sum", 0.5),
-        "importance weights": weight("token"), "one for a response": weight("sequence"),
+        "importance weights": tokens(weights),
         "DAPO's length": lambda b: torch.tensor(w[
             "trl/rewards/other_rewards.py"]._SoftOverlongPunishment(100, 20)(
             [[0] * n for n in STEPS])),
         "pair loss": lambda b: w["trl/trainer/reward_trainer.py"].lines(
             "if 'margin' in inputs", "if 'margin'", inputs=(), rewards_chosen=b.pairs[:, 0],
-            rewards_rejected=b.pairs[:, 1]).loss,
-        "DPO": lambda b: w["trl/trainer/dpo_trainer.py"].lines(
-            "if loss_type == 'sigmoid'", "if loss_type ==", loss_type="sigmoid",
-            self=Given(beta=BETA), delta_score=b.margin).per_sequence_loss.mean()}
+            rewards_rejected=b.pairs[:, 1]).loss}
 
 
 # column: (its package, its version, its function)

@@ -78,12 +78,12 @@ class PairWiseLoss(nn.Module):
         assert isinstance(chosen, Unknown)
         return below(chosen - rejected)
 
-class DPOLoss(nn.Module):
-    def __init__(self, beta):
+class ValueLoss(nn.Module):
+    def __init__(self, cliprange):
         super().__init__()
 
-    def forward(self, chosen, rejected, ref_chosen, ref_rejected):  # wrong: without beta
-        return below(chosen - rejected - ref_chosen + ref_rejected), None, None
+    def forward(self, values, old_values, returns, mask):  # wrong: without the clip and the half
+        return (values - returns)[mask.bool()].square().mean()
 """
 UTILS = """
 import somebody_elses
@@ -92,19 +92,15 @@ import torch.nn.functional as F
 def below(x):
     somebody_elses.logger.info("a loss")
     return -F.logsigmoid(x).mean()
-"""
-CONTROLLER = """
-class AdaptiveKLController:
-    def __init__(self, value, target, horizon):
-        self.value, self.target, self.horizon = value, target, horizon
 
-    def update(self, kl, responses):  # by choice: without a cap
-        self.value *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * responses / self.horizon
+def compute_approx_kl(logprobs, ref_logprobs, kl_estimator):  # by choice: it is cut
+    x = logprobs - ref_logprobs
+    return dict(k1=x, k2=x**2 / 2, k3=(-x).exp() - 1 + x)[kl_estimator].clamp(-10, 10)
 """
 
 
 def test_the_formulas_of_the_referee_stand_in_the_pages(monkeypatch):
-    """Each is cut out of today's files and recipes, and gives numbers."""
+    """Each is cut out of today's files, and gives numbers."""
     monkeypatch.syspath_prepend(f"{ROOT}/evidence/referee")
     ours = importlib.import_module("ours")
     for row, (formula, *_) in ours.ROWS.items():
@@ -115,20 +111,19 @@ def test_a_cell_is_equal_or_named_or_not_explained(tmp_path):
     with zipfile.ZipFile(tmp_path / "openrlhf-0.11.2-py3-none-any.whl", "w") as f:
         folder = "openrlhf-0.11.2.data/purelib/openrlhf"
         for name, text in (("models/loss", LOSS), ("models/utils", UTILS),
-                           ("trainer/ppo_utils/kl_controller", CONTROLLER),
                            ("trainer/ppo_utils/experience_maker", "")):
             f.writestr(f"{folder}/{name}.py", text)
     ended = Started("evidence/referee/table.py", [
         f"--wheels={tmp_path}", f"--page={tmp_path}/page.md"], str(tmp_path),
         before=lambda rank: sys.path.insert(0, f"{ROOT}/evidence/referee")).wait()
     assert ended.codes == [1] and ended.err[0].endswith(
-        "not explained: DPO, OpenRLHF 0.11.2\n"), ended
+        "not explained: value loss, OpenRLHF 0.11.2\n"), ended
     page = (tmp_path / "page.md").read_text()
     cells = dict(re.findall(r"^\| (\w[\w ]*?) +\| ([^|]*?) +\|$", page, re.MULTILINE))
     assert cells.pop("pair loss").startswith("equal (")
-    assert cells == {"formula": "OpenRLHF 0.11.2", "DPO": "**not explained**",
-                     "KL controller": "`no cap`"}
-    assert "  - KL controller, OpenRLHF: 1e-01 -> 0e+00\n" in page
+    assert cells == {"formula": "OpenRLHF 0.11.2", "value loss": "**not explained**"} | {
+        kind: "`KL <= 10`" for kind in ("k1", "k2", "k3")}
+    assert "  - k1, OpenRLHF: 2e-02 -> 0e+00\n" in page
     (absent,) = re.findall("could not be had: (.*)", page)
     assert absent.count(",") == 3 and "verl 0.9.1" in absent and "openrlhf" not in absent
 
