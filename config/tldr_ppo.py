@@ -1,8 +1,8 @@
 """
-PPO of Pythia 1B on TL;DR with the settings of the N+ details paper (arXiv 2403.17031): a million
-episodes in batches of 512, 4 epochs of one minibatch, KL 0.05 in the reward, a learning rate of
-3e-6 that falls linearly, 53 new tokens at temperature 0.7. A response without EOS scores -1
-(detail 23); the value model starts as the reward model (detail 22).
+PPO of Pythia 1B on TL;DR with the settings of the N+ details paper (arXiv 2403.17031), which are
+the defaults of ppo.py: a million episodes in batches of 512, 4 epochs of one minibatch, KL 0.05 in
+the reward, a learning rate of 3e-6 that falls linearly, 53 new tokens at temperature 0.7. A
+response without EOS scores -1 (detail 23); the value model starts as the reward model (detail 22).
 
 Two things differ: value model and policy have an optimizer each, and the score is added to the
 last response token instead of the one after it.
@@ -14,27 +14,9 @@ Meant for 8 GPUs of 80 GB. We have not run it: no result is promised.
 out_dir = "out/tldr_ppo"
 policy_path = "out/tldr_sft/policy"
 reward_path = "out/tldr_rm/reward_model"
-value_init = "reward"
 prompts_path = "data/tldr/prompts_train.jsonl"
 eval_path = "data/tldr/prompts_val.jsonl"
-batch_size = 512
 rollout_batch_size = 64
-micro_batch_size = 8
-max_new_tokens = 53
-temperature = 0.7
-missing_eos_penalty = 1.0
-kl_coef = 0.05
-gamma = 1.0
-lam = 0.95
-ppo_epochs = 4
-num_minibatches = 1
-cliprange = 0.2
-cliprange_value = 0.2
-vf_coef = 0.1
-max_iters = 1953
-learning_rate = 3e-6
 value_learning_rate = 3e-6
-adam_eps = 1e-5
 eval_interval = 50
-checkpoint_interval = 50
 dtype = "bfloat16"

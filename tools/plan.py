@@ -1,7 +1,7 @@
 """
 What would it take? Seconds, bytes and money of a run, before a GPU is rented.
 
-python tools/plan.py grpo.py config/qwen3_8b_grpo.py --gpus=8xH100 --length=700 --price=2.5
+python tools/plan.py grpo.py config/gsm8k_grpo.py --gpus=8xH100 --length=700 --price=2.5
 python tools/plan.py ppo.py config/mine.py --gpus=1xcpu --measure      # on this machine
 
 --gpus: how many of which card, a rank on each; or cpu, which needs --measure. --card=FILE: another

@@ -185,7 +185,8 @@ def test_the_config_of_an_8b_starts_on_eight_ranks(tmp_path):
     write_byte_tokenizer(folder, ["<think>", "</think>"])
     jsonl(tmp_path / "prompts.jsonl", [dict(prompt=f"{i}+{i}=", answer=str(2 * i))
                                        for i in range(16)])
-    run = Started("grpo.py", [f"{ROOT}/config/qwen3_8b_grpo.py", *typed(dict(
+    configs = [f"{ROOT}/config/{name}_grpo.py" for name in ("gsm8k", "qwen3_8b")]
+    run = Started("grpo.py", [*configs, *typed(dict(
         policy_path=folder, prompts_path="prompts.jsonl", eval_path="", template_kwargs="",
         batch_size=32, group_size=4, max_new_tokens=8, max_prompt_tokens=16, max_iters=1,
         out_dir="out", device_type="cpu", timeout=200, reward_timeout=100))], str(tmp_path), 8)
