@@ -1,10 +1,7 @@
 """
-Makes notebooks. pip install ".[dev]" -c requirements.lock brings what runs them.
-
-    python course/notebook.py       # runs first_hour.ipynb again, after `bash runs/quickstart.sh`
-    python course/notebook.py 3     # lesson3.ipynb from lesson3.md and exercise3.py, to be run
-
-A notebook is run as Jupyter does it: in its own folder, course/. So the first cell goes up.
+Makes a notebook of a lesson: python course/notebook.py 3 makes lesson3.ipynb of lesson3.md and
+exercise3.py, to be run in Jupyter. Jupyter runs a notebook in its own folder, course/. So the first
+cell goes up.
 """
 import json
 import os
@@ -12,12 +9,11 @@ import re
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-FILE = os.path.join(HERE, "first_hour.ipynb")
 
 
 def first_hour():
     """The notebook of the first hour, a dict; its cells are written in Jupyter."""
-    with open(FILE, encoding="utf-8") as f:
+    with open(f"{HERE}/first_hour.ipynb", encoding="utf-8") as f:
         return json.load(f)
 
 
@@ -60,28 +56,12 @@ def lesson(number):
     return cells
 
 
-def run(made, timeout=1200):
-    """A notebook, run in course/, with what its cells print. Raises what a cell raises."""
-    import nbformat
-    from nbclient import NotebookClient
-
-    book = nbformat.from_dict(made)
-    NotebookClient(book, timeout=timeout, kernel_name="python3", record_timing=False,
-                   coalesce_streams=True, resources=dict(metadata=dict(path=HERE))).execute()
-    for cell in book.cells:
-        for output in cell.get("outputs", []):
-            if "text" in output:  # a command of the shell ends its lines as a terminal does
-                output.text = output.text.replace("\r\n", "\n")
-    return book
-
-
 if __name__ == "__main__":
     number = "".join(sys.argv[1:])
-    if number and number not in "123456789":
-        sys.exit(f"notebook.py: wanted a lesson from 1 to 9, given {number}")
-    book = notebook(lesson(number)) if number else run(first_hour())
-    file = f"{HERE}/lesson{number}.ipynb" if number else FILE
+    if number not in [*"123456789"]:
+        sys.exit(f"notebook.py: wanted a lesson from 1 to 9, given {number or 'none'}")
+    file = f"{HERE}/lesson{number}.ipynb"
     with open(file, "w", encoding="utf-8") as f:
-        json.dump(book, f, indent=1)
+        json.dump(notebook(lesson(number)), f, indent=1)
         f.write("\n")
     print(f"made {file}; next: jupyter notebook {file}")
