@@ -7,7 +7,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS=1
 case " $* " in
     *" --task=search "*) make data/search/rl_val.jsonl data/search/prepare.py ;;
-    *) make data/arithmetic/rl_val.jsonl data/arithmetic/prepare.py
-        make data/arithmetic/sft_hints.jsonl data/arithmetic/hints.py ;;
+    *) make data/arithmetic/sft_hints.jsonl data/arithmetic/prepare.py ;;
 esac
 step runs/zoo/zoo.py "$@"

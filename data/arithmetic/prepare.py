@@ -9,9 +9,11 @@ answers at once, as 579. Of 10 demonstrations 3 think, and are right; 7 answer a
 of these is right. A small model that is trained on them does the same. So something is left for PPO
 to find out: that thinking pays.
 
-Writes beside itself, with no problem in two of the files:
+Writes beside itself, with no problem in two of the first four:
     sft_train.jsonl, sft_val.jsonl   {"prompt", "completion"}
     rl_train.jsonl, rl_val.jsonl     {"prompt", "answer"}
+    sft_hints.jsonl                  those of sft_train that think, with the solution before the
+                                     prompt, too: for recipes/self_distillation.diff
     tokenizer/                       the byte-level tokenizer with the two markers
 The preference pairs are made later, of the SFT model's answers: data/arithmetic/pairs.py.
 """
@@ -74,6 +76,8 @@ def rows():
                 thinks = rng.random() < THINKS
                 thought = f"<think>{think(a, b)}</think>{a + b}"
                 row["completion"] = thought if thinks else guess(rng, a + b)
+                if thinks and name == "sft_train":
+                    yield "sft_hints", row | {"prompt": f"{thought}\n{row['prompt']}"}
             else:
                 row["answer"] = str(a + b)
             yield name, row
@@ -81,5 +85,5 @@ def rows():
 
 if __name__ == "__main__":
     parser_of(__doc__).parse_args()  # there is only --help
-    write_rows(HERE, SIZES, rows())
+    write_rows(HERE, [*SIZES, "sft_hints"], rows())
     write_byte_tokenizer(os.path.join(HERE, "tokenizer"), ["<think>", "</think>"])

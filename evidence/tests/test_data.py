@@ -64,7 +64,7 @@ def task(tmp_path_factory):
     ("sums", 2800, 1.0)])
 def test_answers_are_right_and_so_many_demonstrations(task, name, prompts, share):
     """And what is held out is in no other file."""
-    _, rows = task(name)
+    rows = {file: some for file, some in task(name)[1].items() if file != "sft_hints"}
     of = {file: {last(row["prompt"]) for row in some} for file, some in rows.items()}
     assert len(set.union(*of.values())) == prompts
     for file, other in itertools.permutations(of, 2):
@@ -92,6 +92,9 @@ def test_arithmetic_has_right_columns_or_at_most_one_wrong_digit(task):
             columns.append(f"{x}+{y}+{carry}={total:02d}")
             carry = total // 10
         assert thought == ";".join(columns) and said == answer(row)
+    assert rows["sft_hints"] == [
+        dict(row, prompt=f"{row['completion']}\n{row['prompt']}")
+        for row in rows["sft_train"] if "<think>" in row["completion"]]
 
 
 def test_calls_of_the_calculator_and_steps_of_sums(task):
