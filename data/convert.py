@@ -8,8 +8,7 @@ Data sets in other layouts -> our JSONL, once.
 A row becomes one of three kinds (--kind; the first row decides if it is not given):
 
     sft           a demonstration: `messages` (Tulu); `conversations` of {"from", "value"}
-                  (ShareGPT); `instruction`, `input`, `output` (Alpaca; `history`, pairs of an
-                  instruction and its output, becomes the earlier turns); a question and its
+                  (ShareGPT); `instruction`, `input`, `output` (Alpaca); a question and its
                   `completion` or `response`
     preferences   `chosen` and `rejected`, whole dialogues (UltraFeedback; the prompt is their
                   common beginning), strings with "\\n\\nHuman:" and "\\n\\nAssistant:" (HH), or
@@ -24,7 +23,6 @@ row these are kept: prompt, answer, tests, and the fields that --fields names.
 With --val=0.05 about that share of the rows goes into a second file, train_val.jsonl for
 train.jsonl; equal prompts go into the same file.
 """
-import ast
 import contextlib
 import json
 import os
@@ -128,21 +126,12 @@ def pop(row, *names):
 
 
 def question(row):
-    """
-    The question: a string or messages. Alpaca's instruction may have an input beside it, and turns
-    before it.
-    """
+    """The question: a string or messages. Alpaca's instruction may have an input beside it."""
     asked = messages_in(pop(row, "prompt", "question", "problem"), "prompt")
     if asked or not row.get("instruction"):
         return asked
     asked, given = row.pop("instruction"), row.pop("input", None)
-    history = row.pop("history", None) or []
-    if not isinstance(history, list) or not all(
-            isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise BadInput("field 'history' must be a list of pairs: an instruction, its output")
-    return [dict(role=role, content=text) for turn in history
-            for role, text in zip(("user", "assistant"), turn, strict=True)] + [
-                dict(role="user", content=f"{asked}\n\n{given}" if given else asked)]
+    return [dict(role="user", content=f"{asked}\n\n{given}" if given else asked)]
 
 
 def dialogue_of(row):
@@ -186,19 +175,16 @@ def messages_in(value, field):
 def true_answer(answer):
     """
     GSM8K's "so 70 + 2\\n#### 1,072" -> "1072"; Skywork-OR1's '["72"]' -> "72". Raises BadInput
-    where such a list has several answers: no response equals it.
+    for any other list of texts: no response equals it.
     """
     if not isinstance(answer, str):
         return answer
     if re.match(r"""\s*[\[(]+\s*["']""", answer):  # a list of texts: [1, 2] is an answer
-        listed = answer
-        with contextlib.suppress(ValueError, SyntaxError):
-            listed = ast.literal_eval(answer.strip())
-        while isinstance(listed, (list, tuple)) and len(listed) == 1:
-            (listed,) = listed
-        if not isinstance(listed, str):
-            raise BadInput("the answer is a list of several, and one is needed")
-        return listed
+        with contextlib.suppress(ValueError):
+            (only,) = json.loads(answer)
+            if isinstance(only, str):
+                return only
+        raise BadInput("the answer is a list, and one text is needed")
     if "####" not in answer:
         return answer
     text = answer.rpartition("####")[2].strip()
