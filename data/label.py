@@ -25,7 +25,6 @@ from configurator import configure  # noqa: E402  first: it must be imported bef
 
 from batches import texts_of  # noqa: E402
 from errors import BadInput  # noqa: E402
-from grading.answers import accuracy  # noqa: E402
 from load import autocast, load  # noqa: E402
 from model import no_grad_forwards  # noqa: E402
 from options.judging import Judge, template_text  # noqa: E402
@@ -92,7 +91,7 @@ def of_other_prompts(some, others):
 
 counts = dict.fromkeys(("cut off or empty", "the same text", "no answer both times",
                         "too little confidence", "of a held-out prompt"), 0)
-kept, places, unlike = [], [], []
+kept, places = [], []
 at_once = max(batch_size // samples, 1)
 for first in range(0, len(rows), at_once):
     numbers = range(first, min(first + at_once, len(rows)))
@@ -126,8 +125,6 @@ for first in range(0, len(rows), at_once):
             if isinstance(row["prompt"], list):  # a chat
                 pair = {name: [dict(role="assistant", content=text)] for name, text in pair.items()}
             kept.append(dict(prompt=row["prompt"], **pair, confidence=confidence))
-            right = accuracy(dict(rows=[row, row], completions=[chosen, rejected])).tolist()
-            unlike += [right[0]] if sorted(right) == [0.0, 1.0] else []
     print(f"{len(kept)} pairs of {numbers[-1] + 1} prompts", flush=True)
     train = kept[:pairs]
     val = of_other_prompts(kept[pairs:], train)[:held_out]
@@ -157,6 +154,3 @@ if compares:
     both, one, two = (places.count(name) / len(places) for name in ("both", "first", "second"))
     print(f"asked in both orders, it names the same answer in {both:.1%} of {len(places)} pairs, "
           f"the first place in {one:.1%}, the second in {two:.1%}")
-if unlike:  # known answers are for this line alone
-    print(f"by the rows' answers: of {len(unlike)} pairs with one right answer the judge has "
-          f"chosen it in {sum(unlike) / len(unlike):.1%}")

@@ -16,7 +16,6 @@ from errors import BadInput, first_line, say, shorten
 from options.blanks import encode_behind, text_after
 from options.hub import cached_folder
 from options.mistakes import file_of_key
-from options.time_limit import Late, in_time
 from prompts import NO_UTF8
 from tokenizer import text_of
 
@@ -26,8 +25,6 @@ MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
 # where others keep the thoughts of an assistant's message; many chat templates do not read them
 THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
-LONGEST = 10**6  # letters that a template may write beside the messages: tools, and rules
-SECONDS = 60  # that it may need for a short chat
 # how a template asks for today's date. It is a fixed day: Llama 3.2's own where there is no clock
 TODAY = re.compile(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1).)*)\1\s*\)""")
 DAY = "2024-07-26"
@@ -97,11 +94,7 @@ def chats_of(hf, path, system):
         return None
     chats = Chats(hf, path, system.template_kwargs, system.system_prompt)
     chats.set_special(True)
-    try:
-        chats.turn_ends = in_time(SECONDS, chats.find_turn_ends)
-    except Late:
-        raise BadInput(f"{path}: its chat template needs more than {SECONDS} s for a short chat; "
-                       "type --chat_template=FILE") from None
+    chats.turn_ends = chats.find_turn_ends()
     if TODAY.search(chats.template):
         say(f"{path}: its chat template asks for today's date, which is {chats.day} in every run "
             "and tool of quartet, so that a run can resume tomorrow; for another day type "
@@ -152,9 +145,6 @@ class Chats:
         if re.search(r"strftime_now(?!\s+is\s)", TODAY.sub("", both)):
             raise BadInput(f"{path}: its chat template reads the clock by strftime_now, in another "
                            "way than by a format in quotes; type --chat_template=FILE")
-        if found := re.search(r"\d{9,}", self.template):  # a width, or a count: gigabytes
-            raise BadInput(f"{path}: its chat template has the number {shorten(found[0])}, and may "
-                           "write as many letters; type --chat_template=FILE")
         # all tokens in a template such as <|im_end|> become special in the run: otherwise a message
         # with one would end a turn. Others, such as <think>, are tokens in a message, too
         self.plain = [t for t in hf.added_tokens_decoder.values() if not t.special
@@ -276,8 +266,6 @@ class Chats:
         try:
             marked = [marked_message(*numbered) for numbered in enumerate(messages)]
             text = self.write(marked, **how)
-            if len(text) > LONGEST + 100 * sum(len(str(message)) for message in messages):
-                raise ValueError(f"it writes {len(text):,} letters for them")
             if self.sanitizes:
                 ids = self.write(messages, tokenize=True, sanitize_control_tokens=True,
                                  return_dict=False, **how)

@@ -120,14 +120,7 @@ def check_fields(parameters, name, rows, path):
 def arguments_of(parameters, batch):
     """
     The keyword arguments of a function in TRL's form, each a list with an entry for each response:
-
-        prompts          the data's: strings, or lists of messages
-        completions      strings; [{"role": "assistant", "content": ...}] where the prompt is a
-                         list; with an environment all messages behind the prompt
-        completion_ids   lists of token ids, with the EOS
-        answer, ...      each other field of the rows; None in a row without it
-
-    A function without **kwargs gets the arguments that it names.
+    those of docs/data.md, and None in a row without the field.
     """
     rows, texts = batch["rows"], batch["completions"]
     fields = dict.fromkeys(field for row in rows for field in row)

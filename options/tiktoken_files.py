@@ -23,10 +23,10 @@ from errors import BadInput, first_line
 uncached = mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR="")
 
 
-def encode_as(encoding, markers=(), **special):
+def encode_as(encoding, **special):
     """
     A tokenizer of transformers with the ids of encoding.encode_ordinary, also of special tokens.
-    markers: those that text may contain, not special here. special: eos_token and so on.
+    special: eos_token and so on.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
@@ -40,7 +40,7 @@ def encode_as(encoding, markers=(), **special):
             file.name, pattern=as_oniguruma(encoding._pat_str)).converted()
     for i in range(len(ranks), max(named, default=0) + 1):  # some encodings leave out numbers
         text = named.get(i, f"<|unused_{i}|>")
-        backend.add_tokens([AddedToken(text, normalized=False, special=text not in markers)])
+        backend.add_tokens([AddedToken(text, normalized=False, special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False,
                                    **special)
 

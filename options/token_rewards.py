@@ -1,17 +1,6 @@
 """
 Rules that give a number to each token, (b, T), as a process reward does: what rewards.py needs of
-them, and where the token of a character stands. A rule reads text; the numbers stand at tokens:
-
-    from options.token_rewards import token_at
-
-    def lines(batch):  # 0.1 for each line that has a "=", where the line ends
-        numbers = torch.zeros_like(batch["sampler_logprobs"])  # (b, T)
-        for i, text in enumerate(batch["completions"]):
-            end = 0
-            for line in text.splitlines(keepends=True):
-                end += len(line)
-                numbers[i, token_at(batch, i, end - 1)] += 0.1 * ("=" in line)
-        return numbers
+them, and where the token of a character stands: a rule reads text. docs/data.md has an example.
 """
 import bisect
 import math

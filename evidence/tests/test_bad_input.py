@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from errors import BadInput, Stop
 from load import load
-from options import chats, foreign_names, hub
+from options import foreign_names, hub
 from options.foreign_rewards import load_reward
 from options.four_bits import quantize
 from options.optimizers import other_optimizer
@@ -363,17 +363,6 @@ def test_what_published_folders_have_is_no_fault(sent):
             ("tokenizer.json", replacing(dict(String=" "), "\u2581", 40)),
             ("tokenizer.json", replacing(dict(Regex="\\s+"), " ", 40))):
         load_tokenizer(sent(file, **more), keys_of_system(dtype="float64"))
-
-
-@pytest.mark.parametrize("template", [
-    "{{ '%999999999d' % 1 }}", "{{ [1] * 10**12 }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"])
-def test_a_chat_template_that_asks_for_more_than_a_machine_has(sent, monkeypatch, template):
-    """No text would end: a line says so at once."""
-    monkeypatch.setattr(chats, "SECONDS", 1)
-    path = sent("tokenizer_config.json", chat_template=template + "{{ messages[0].content }}")
-    with pytest.raises(BadInput, match=path):
-        load_tokenizer(path, keys_of_system(dtype="float64")).encode_prompts([USER])
 
 
 def test_a_table_of_a_country_with_decimal_commas(tmp_path):
