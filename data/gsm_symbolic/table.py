@@ -116,13 +116,6 @@ for part in ("seen", "new"):
 text += table("held-out problems of templates", right)
 runs = {name: speed(f"{prefix}_{name}", peaks) for name in ("grpo", "ppo", "ppo_rm")}
 text += table("training", {name: rows for name, rows in runs.items() if rows})
-ends = {}  # {row: its first and its last sample}
-for sample in read(f"{prefix}_grpo/samples.jsonl"):
-    ends[sample["row"]] = ends.get(sample["row"], [sample])[0], sample
-# two of them, which are not the same text if there are such
-for first, last in sorted(ends.values(), key=lambda two: two[0]["text"] == two[1]["text"])[:2]:
-    text += ["", "```", first["prompt"][-1]["content"], "", f"before GRPO: {first['text']}", "",
-             f"after GRPO: {last['text']}", "```"]
 with open(f"{prefix}.md", "w", encoding="utf-8") as f:
     f.write("\n".join(text) + "\n")
 print("\n".join(text))

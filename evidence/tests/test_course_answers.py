@@ -55,26 +55,22 @@ pick(scaled_logits(z[:-1], c).log_softmax(-1), i[1:])
 pick(z.clone().div_(c)[:-1].log_softmax(-1), i[1:])
 F.cross_entropy(z[:-1] / c, i[1:], reduction="none")  # minus the log-prob
 lp(z, i, c) / np.log(2)  # base 2
-lp(z, i, c) / np.log(10)  # 0.434294 times
 lp(z, i, c) + 1  # 1 more than
 -pick((z[1:] / c).log_softmax(-1), i[1:])  # sign is wrong.*\(2\) your rows are
 pick((z[1:] / c).log_softmax(-1), i[:-1])  # rows are shifted.*ids are shifted
 lp(z, i, 0.7)  # the same when temperature changes
 lp(z.bfloat16(), i, c)  # nearly right: 16 bits
 lp(z, i, c).sum()  # shape of
-lp(z, i, c).cumsum(0)  # no mistake that
 pick((z[:-1] / c).softmax(-1), i[1:]).log()  # logits of 800
 (pick((z[:-1] / c).softmax(-1), i[1:]) + 1e-8).log()  # 1e-08 inside
 lp(z, i, c).clamp(min=-20)  # no mistake that
 lp(z, i, c).detach()  # no gradient in logits
 lp(z, i, c).detach() + 0 * z.sum()  # no gradient in logits
-torch.no_grad()(lp)(z, i, c)  # no gradient in logits
 pick(z[:-1] / c - (z[:-1] / c).detach().logsumexp(-1, keepdim=True), i[1:])  # gradient.* is not
 lp(z.div_(c), i, 1.0)  # changes its own argument logits
 torch.zeros(len(i) - 1)  # 0.0 whatever is given
 print(end="")  # returns nothing
 "abc"  # returns a str
-{"a": 1}  # returns a dict
 [1.0, [2.0]]  # different shapes
 nothing_of_this_name  # NameError
 """)
@@ -103,10 +99,6 @@ answers("sampled_gradient(z, w, r, b)", r"""
 grad(lambda x: ((r - b) * x.log_softmax(0)[w]).mean())(z)
 sum((r[n] - b) * (F.one_hot(w[n], len(z)) - z.softmax(0)) for n in range(len(w))) / len(w)
 sg(z, w, r, 0) * len(w) / (len(w) - 1)  # n - 1.*baseline is missing
-(r - b).mean() * pushes(z, w).mean(0)  # its own
-sg(z, w, r, r.mean())  # same when logits or baseline changes
-((r - b) * z.softmax(0)[w])[:, None].mul(pushes(z, w)).mean(0)  # gradient of p;
-((r - b) / r.std())[:, None].mul(pushes(z, w)).mean(0)  # no mistake
 """)
 
 
@@ -130,7 +122,6 @@ def nonterminal(r, v, m, g, lam):  # each step times the mask
 answers("gae(r, v, m, g, lam)", r"""
 compute_gae(r[None], v[None], m[None], g, lam)[0][0]
 gae(r.float(), v.float(), m, g, lam).numpy()
-(x for x in gae(r, v, m, g, lam))
 [x if kept else 0 for x, kept in zip(gae(r, v, m, g, lam), m, strict=True)]
 gae(r, v, m | True, g, lam) * m  # only at the end
 gae(r, v, m | True, g, lam)  # do not use the mask
@@ -138,7 +129,6 @@ gae(r * m, v * m, m | True, g, lam) * m  # counts as a step
 nonterminal(r, v, m, g, lam)  # ends your response
 gae(r, v, m, 1.0, lam)  # by gamma.*next value is not
 gae(r, v, m, lam, g)  # no mistake that
-gae(r, v, m, g, lam).flip(0)  # another order
 """)
 
 
@@ -155,17 +145,11 @@ torch.where(a > 0, -a * (n - o).exp().clamp(max=1 + c), -a * (n - o).exp().clamp
     m].mean()
 cl(n.masked_select(m), o.masked_select(m), a.masked_select(m), ..., c)
 cl(n, o, a, m, c).item()  # no gradient in logprobs
-torch.tensor(cl(n, o, a, m, c).item(), requires_grad=True)  # no gradient in logprobs
 -(a * (n - n.detach() + (n - o).detach()).exp())[m].mean()  # no clip
 cl(n, o, a, m, c) * 2 - cl(n, o, a, m, c).detach()  # gradient in logprobs is not
 cl(n, n.detach(), a, m, c)  # same when logprobs or old
 cl(n, o, a, m, c, mean=lambda x, m: torch.where(a < 0, torch.min(x, -7.0 * a), x)[m].mean()
     )  # no mistake
-torch.max(-a * (n - o).exp(), -a * (n - o).exp().clamp(max=1 + c))[m].mean()  # clip above only
-torch.max(-a * (n - o).exp(), -(a * (n - o).exp()).clamp(1 - c, 1 + c))[m].mean()  # the product
-torch.max(-a * (n - o).exp(), -a * ((n - o).exp() - 1).clamp(-c, c))[m].mean()  # not added the 1
-cl(o, n, a, m, c, mean=lambda x, m: ((x * m).sum(1) / m.sum(1)).mean()
-    )  # rows' means.*upside down
 -cl(n, o, a, m, c, mean=lambda x, m: x[m].sum())  # sign is wrong.*\(2\) you add up
 """)
 
@@ -181,9 +165,7 @@ grad(lambda p: cl(p, 0, a, r > 0, c))(r.log()) != 0
 [bool(y) and not (y > 0 and x > 1 + c or y < 0 and x < 1 - c) for x, y in zip(r, a, strict=True)]
 hg(r, a, c).float()  # True and False
 (a > 0) & (r > 1 + c) | (a < 0) & (r < 1 - c)  # advantage of 0.*way round
-(r - 1).abs() < c  # nothing more to gain
 (r < 1 + c) & (a != 0)  # above 1 \+ .* a bad.*below 1 - .* a bad
-hg(r, a, 0.2)  # same when cliprange changes
 a != 0  # a good token has no gradient.*a bad token has no gradient
 r * a > c  # no mistake
 """)
@@ -205,9 +187,6 @@ F.kl_div(q.log_softmax(0), z.softmax(0), reduction="sum")
 F.kl_div(q.log_softmax(0), z.softmax(0), reduction="batchmean")  # F.kl_div
 F.kl_div(z.log_softmax(0), q.softmax(0), reduction="mean")  # reference .. policy.*F.kl_div
 (z.exp() / z.exp().sum() * (z.softmax(0) / q.softmax(0)).log()).sum()  # logits of 800
-(z.softmax(0) * ((z.softmax(0) + 1e-8) / (q.softmax(0) + 1e-8)).log()).sum()  # 1e-08
-(z.softmax(0) * (z.softmax(0).log_softmax(0) - q.softmax(0).log_softmax(0))).sum()  # of prob
-(z.log_softmax(0) - q.log_softmax(0)).mean()  # weights are missing.*divide by V
 """)
 answers("kl_estimates(a, b)", r"""
 tuple(kl_estimate(a, b, kind) for kind in ("k1", "k2", "k3"))
@@ -220,7 +199,6 @@ ks(a, b)[[0, 2, 1]]  # k2, k3: the right numbers in another order
 [a - b, (a - b)**3, (b - a).exp() - (b - a)]  # k3: its 1 is missing.*; and more
 [a - b, ((a - b) / 2)**2, ks(a, b)[2]]  # k2: .*0.5 times
 ks(a, b).abs()  # k1: the right numbers without their sign
-[(a / b).log(), (a / b).log()**2 / 2, b / a - 1 - (b / a).log()]  # divide the log-probs
 """)
 
 
@@ -236,10 +214,7 @@ float(np.logaddexp(0, (r - c).numpy()).mean())  # no gradient in chosen
 pl(c, r.detach())  # no gradient in rejected
 F.softplus(c - r).mean()  # wrong way round
 -(c - r).sigmoid().log().mean()  # not finite
--((c - r).sigmoid() + 1e-10).log().mean()  # 1e-10 inside
 (c - r).sigmoid().mean()  # logarithm is missing.*chosen one wins
-1 - (c - r).sigmoid().mean()  # logarithm is missing.*rejected one wins
--F.logsigmoid(r - c).sum()  # wrong way round.*add up
 """)
 answers("score(text)", r"""
 torch.tensor([float(text.count(","))])
@@ -286,23 +261,15 @@ adv(s, n, k) if k == "maxrl" else group_advantages(
     s, n, "std" if k == "grpo" else "none", "others" if k == "rloo" else "mean")
 but(s, n, k, rloo=lambda g, x: g - (g.sum(1, keepdim=True) - g) / (g.shape[1] - 1))
 adv(s, len(s) // n, k)  # view\(group_size, -1\) for groups
-adv(s.view(-1, n).T.flatten(), len(s) // n, k).view(n, -1).T.flatten()  # axis 0
-adv(s, len(s), k)  # all responses
 adv(s.view(n, -1).T.flatten(), n, k).view(-1, n).T.flatten()  # mixed up
 but(s, n, k, grpo=lambda g, x: x / (std(g) + 1e-8), maxrl=lambda g, x: x / (mean(g) + 1e-8)
     )  # grpo, maxrl: 1e-4 is .* 1e-08
-but(s, n, k, grpo=lambda g, x: x / std(g))  # grpo: .*NaN
 but(s, n, k, maxrl=lambda g, x: g / (mean(g) + 1e-4))  # maxrl: the mean is not subtracted
 but(s, n, k, grpo=lambda g, x: x / (std(g, unbiased=False) + 1e-8))  # grpo: .*squares.*1e-4 is
 but(s, n, k, grpo=lambda g, x: x / (std(g, unbiased=False) + 1e-4), rloo=lambda g, x: x
     )  # grpo: .*sum of squares.*rloo: your mean contains
 but(s, n, k, dr_grpo=lambda g, x: -2 * x)  # dr_grpo: in every case it is -2 times
-but(s, n, k, dr_grpo=lambda g, x: 0 * x)  # dr_grpo: .*whatever
 but(s, n, k, rloo=lambda g, x: x / (std(g) + 1e-4))  # rloo: this is grpo's
-but(s, n, k, rloo=lambda g, x: x * g.shape[1] / (g.shape[1] - 1) / (std(g) + 1e-4)
-    )  # rloo: you divide by the deviation
-adv(s, n, dict(grpo="dr_grpo", dr_grpo="grpo").get(k, k))  # grpo and dr_grpo are exchanged
-adv(s, n, "grpo")  # this is grpo's
 dict(grpo=adv(s, n, "grpo"))[k]  # raises KeyError
 """)
 
@@ -316,11 +283,8 @@ answers("weights(n, k, m)", r"""
 ws(n.float(), k, m).numpy()
 token_weights(torch.arange(m) < n[:, None], dict(
     grpo="seq-mean-token-mean", dapo="token-mean", dr_grpo="seq-mean-token-sum-norm")[k], m)[:, 0]
-1 / n if k == "grpo" else ws(n, k, m)  # number of responses, too
 1 / n.sum().expand(len(n)) if k == "grpo" else ws(n, k, m)  # grpo: .*dapo's
 1 / n if k == "dapo" else ws(n, k, m)  # dapo: you divide by the length alone
-n.mul_(2)  # own argument
-(torch.arange(m) < n[:, None]) * ws(n, k, m)[:, None]  # shape
 """)
 
 
@@ -381,13 +345,13 @@ def test_what_has_no_source():
 FILES = {  # an exercise file, and what must be said of it; the fifth is as it comes
     1: ("def logprobs(logits, ids, temperature):\n    return logits.abc(\n", "line 2: return"),
     2: ("def exact_gradent(logits, rewards):\n    pass\n\n\ndef sampled_gradient(*a):\n"
-        "    return {}\n", "no function exact_gradient; it has exact_gradent.*returns a dict"),
+        "    return {}\n", "no function exact_gradient.*returns a dict"),
     3: ("import torch\n\n\ndef gae(rewards, values, mask, gamma, lam):\n"
         "    return torch.stack([rewards, values[:-1]])\n",
         r"exercise3.py raises RuntimeError: .*\(line 5: return torch.stack"),
     4: ("import nothing_of_this_name\n", "ModuleNotFoundError.*line 1: import nothing"),
     5: (..., "exact_kl in exercise5.py is empty.*kl_estimates in exercise5.py is empty"),
-    6: (None, "exercise6.py is not there"),
+    6: (None, "exercise6.py cannot be read; it raises ModuleNotFoundError"),
     7: ("weights = 3\nadvantages = lambda *a: exit(4)\n", "SystemExit.*no function weights"),
 }
 
