@@ -21,7 +21,7 @@ class MovingAverage:
         """folder: of a checkpoint. Without one that has an average it begins as the weights are."""
         self.model, self.decay = model, decay
         # {parameter: its average}, split as it is
-        self.averages = {p: like(at_least_float32(my_part(p.detach())).clone(), p)
+        self.averages = {p: at_least_float32(p.detach()).clone()
                          for p in model.parameters() if p.requires_grad}
         if folder and (saved := dict(read_tensors(folder, "ema"))):
             for name, t in self.tensors().items():
@@ -58,12 +58,3 @@ def exchange(model, others):
         for name, p in list(module.named_parameters(recurse=False)):
             if p in others:
                 setattr(module, name, others[p])
-
-
-def like(t, p):
-    """t, a tensor of this rank's part of a parameter p, split as p is."""
-    if not parallel.is_shard(p):
-        return t
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(t, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
