@@ -8,6 +8,7 @@ hides those that are not used yet, and a step's inputs are written to the same p
 leave, or all columns are used, another graph is recorded. With the key compile torch.compile makes
 fewer kernels of a step, once for any number of rows and columns, and these are recorded.
 """
+import functools
 import time
 import warnings
 
@@ -25,7 +26,7 @@ MULTIPLE = 64  # kernels are faster with whole multiples
 # why this process decodes without torch.compile, without graphs: after one of them has failed
 uncompiled = off = ""
 said = False  # whether the seconds of compiling have been printed
-told = False  # whether it has been said that a family has none
+say_once = functools.cache(say)
 last = stream = None  # the graph that was recorded last, and the stream on which all are recorded
 
 
@@ -34,11 +35,9 @@ def steps_of(policy, cache, longest, temperature, compiled=False):
     (cache, Steps) of a decoding by graphs; (cache, None) where a layer does not see all tokens.
     cache: empty. longest: the most columns that it may need. compiled: see decode.
     """
-    global told
     full = all(type(layer) is roomy_layer() for layer in cache.layers)
-    if not full and not told:
-        told = True
-        say("decoding without CUDA graphs: not all layers of this family see all tokens")
+    if not full:
+        say_once("decoding without CUDA graphs: not all layers of this family see all tokens")
     if off or not full or policy.config._attn_implementation != "sdpa":
         return cache, None
     cache.layers = [HeldLayer() for _ in cache.layers]

@@ -47,33 +47,32 @@ def values_of(name, model, optimizer, made):
     `made`, by checkpoint.settings_of at first: the others are settings, which a key may change when
     the run resumes. Raises BadInput by the name of a value that a checkpoint cannot have.
     """
-    found = {}
+    names, found = {p: full for full, p in model.named_parameters()}, {}
+    (groups, own), inner = made, unwrapped(optimizer)
+    known = type(inner).__module__.startswith(KNOWN)
+
+    def note(place, which, key, x):
+        try:
+            if not isinstance(key, str) or "." in key:
+                raise TypeError
+            found.setdefault(place, [{}, {}])[which][key] = written(x)
+        except (TypeError, ValueError, SyntaxError, RecursionError) as e:
+            refuse(name, f"{key!r} = {shorten(x)}{f' of {place}' if place else ''}", e)
+
     with parallel.in_step():  # COLLECTIVE
-        names = {p: full for full, p in model.named_parameters()}
-        groups, own = made
-        known = type(unwrapped(optimizer)).__module__.startswith(KNOWN)
-
-        def note(place, which, key, x):
-            try:
-                if not isinstance(key, str) or "." in key:
-                    raise TypeError
-                found.setdefault(place, [{}, {}])[which][key] = written(x)
-            except (TypeError, ValueError, SyntaxError, RecursionError) as e:
-                refuse(name, f"{key!r} = {shorten(x)}{f' of {place}' if place else ''}", e)
-
         for group, before in zip_longest(optimizer.param_groups, groups, fillvalue={}):
             for key, x in group.items():
                 if key not in ("params", "lr") and (
                         before.get(key) != repr(x) or not known and hides(x, names)):
                     for p in group["params"]:
                         note(names[p], 0, key, x)
-        for p, state in unwrapped(optimizer).state.items():
+        for p, state in inner.state.items():
             if p not in names:
                 refuse(name, f"a state of {shorten(p)}, which is no parameter of the model")
             for key, x in state.items():
                 if not torch.is_tensor(x) or not isinstance(key, str) or "." in key:
                     note(names[p], 1, key, x)
-        for key, x in vars(unwrapped(optimizer)).items():
+        for key, x in vars(inner).items():
             if key in ("state", "param_groups"):
                 continue
             if not known and hides(x, names):
@@ -81,20 +80,17 @@ def values_of(name, model, optimizer, made):
             kept = (int, float) if known else (bool, int, float, str, list, tuple, dict)
             if type(x) in kept and own.get(key) != repr(x):
                 note("", 0, key, x)
-    if unwrapped(optimizer) is not optimizer:  # stage 1: a rank has some parameters' states
-        all_of = {}
-        for rank in range(parallel.rank_and_size()[1]):
-            for place, values in parallel.from_rank(found, rank).items():  # COLLECTIVE
-                mine = all_of.setdefault(place, [values[0], {}])
-                if repr(mine[0]) != repr(values[0]):  # on all ranks alike
-                    refuse(name, f"{shorten(values[0])} on rank {rank}, where others have "
-                                 f"{shorten(mine[0])}")
-                mine[1].update(values[1])
-        return all_of
-    with parallel.in_step():  # COLLECTIVE: rank 0's are saved, for all
-        if repr(parallel.from_rank(found)) != repr(found):  # COLLECTIVE
-            refuse(name, "numbers that differ between the ranks")
-    return found
+    ranks, whole = range(parallel.rank_and_size()[1]), {}
+    of_ranks = [parallel.from_rank(found, rank) for rank in ranks]  # COLLECTIVE
+    for theirs in of_ranks:
+        for place, (values, state) in theirs.items():
+            whole.setdefault(place, [values, {}])[1].update(state)
+    if inner is not optimizer:  # stage 1: a rank has some parameters' states, but all groups
+        of_ranks = [{place: values for place, (values, _) in theirs.items() if values}
+                    for theirs in of_ranks]
+    if any(theirs != of_ranks[0] for theirs in of_ranks):
+        refuse(name, "numbers that differ between the ranks")
+    return whole
 
 
 def refuse(name, what, cause=None):
@@ -156,35 +152,28 @@ def needed(folder, present):
     if it were there: its manifest has to name them. A model without its optimizer is not whole, nor
     an optimizer without its model. Raises OSError, ValueError or TypeError for config.json.
     """
-    config, parts = {**read_json(f"{folder}/config.json")}, {}
-    for file in present:
-        found = re.fullmatch(r"(([^/]+)/model|([^/]+)_optimizer|ema|batches)[.-][^/]*safetensors",
-                             file)
-        if found:
-            parts.setdefault(found[1], []).append(file)
-            if name := found[2] or found[3]:
-                parts.setdefault(f"{name}/model", [])
-                parts.setdefault(f"{name}_optimizer", [])
+    config = {**read_json(f"{folder}/config.json")}
+    pattern = r"(([^/]+)(/model|_optimizer)|ema|batches)[.-][^/]*safetensors"
+    found = [match for file in present if (match := re.fullmatch(pattern, file))]
+    stems = {f"{match[2]}{part}" for match in found if match[2]
+             for part in ("/model", "_optimizer")}
     if config.get("ema_decay"):
-        parts.setdefault("ema", [])
+        stems.add("ema")
     if config.get("staleness") and config.get("script") in ("ppo.py", "grpo.py"):
-        parts.setdefault("batches", [])  # others have the key, too, without an effect
-    return {file: "" for stem, files in parts.items() for file in files or [f"{stem}.safetensors"]}
+        stems.add("batches")  # others have the key, too, without an effect
+    lacking = [f"{stem}.safetensors" for stem in stems - {match[1] for match in found}]
+    return dict.fromkeys([*(match[0] for match in found), *lacking], "")
 
 
 def restored(folder, name, model, optimizer, tensors):
-    """Put a checkpoint's values into a model's optimizer; (name, whole tensor) of it, checked."""
+    """
+    Put a checkpoint's values into a model's optimizer; (name, whole tensor) of its tensors, as they
+    come. Raises BadInput where one is of no trained parameter. An AdamW needs three of each
+    parameter, or none of any, of its shape: a kernel would read beside it.
+    """
     saved = read_json(f"{folder}/state.json").get("run/optimizers", {})
     put_back(model, optimizer, saved.get(name, {}))
-    return checked(f"{folder}/{name}_optimizer", model, optimizer, tensors)
-
-
-def checked(where, model, optimizer, tensors):
-    """
-    The (name, whole tensor) of an optimizer's file, `where`, as they come. Raises BadInput where
-    one is of no trained parameter. An AdamW needs three of each parameter, or none of any, of its
-    shape: a kernel would read beside it.
-    """
+    where = f"{folder}/{name}_optimizer"
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     adamw, seen = isinstance(unwrapped(optimizer), torch.optim.AdamW), {}
     for full, t in tensors:
@@ -197,11 +186,10 @@ def checked(where, model, optimizer, tensors):
                            f"{tuple(wanted)}; delete this checkpoint, or choose another --out_dir")
         seen.setdefault(name, set()).add(key)
         yield full, t
-    whole = not any(parallel.is_shard(p) for p in parameters.values())
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    for name in (n for n, p in parameters.items() if adamw and p in stepped and seen):
-        keys = seen.get(name, set())
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            if key not in keys and (whole or keys):  # of shards some have never had a gradient
-                raise BadInput(f"{where} has no {name}.{key}; delete this checkpoint, or choose "
-                               "another --out_dir")
+    for name, p in parameters.items() if adamw and seen else ():
+        lacks = {"step", "exp_avg", "exp_avg_sq"} - (keys := seen.get(name, set()))
+        # of shards some have never had a gradient
+        if lacks and p in stepped and (keys or not parallel.is_shard(p)):
+            raise BadInput(f"{where} has no {name}.{min(lacks)}; delete this checkpoint, or choose "
+                           "another --out_dir")

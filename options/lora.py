@@ -150,10 +150,7 @@ class Adapted(OnTrunk):
                 self.tokenizer.save(folder)
             notes = {"score_shift": json.dumps(known)}
         save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
-        why = "it has MLPs beside experts" * peft_misreads(self)
-        if os.path.isfile(os.path.join(self.path, "adapter_config.json")):
-            why = f"its base {self.path} is an adapter, too"
-        if why:
+        if why := peft_misreads(self):
             say(f"{folder}: peft reads other numbers from it, for {why}; give others the merged "
                 "model")
 
@@ -275,12 +272,17 @@ def adapter_tensors(model):
 
 
 def peft_misreads(model):
-    """Whether peft 0.21.2 confuses an Adapted's adapters on shared or dense MLPs with experts'."""
+    """Why peft 0.21.2 reads other numbers from an Adapted's files; "" where it does not."""
     from transformers import conversion_mapping
 
+    if os.path.isfile(os.path.join(model.path, "adapter_config.json")):
+        return f"its base {model.path} is an adapter, too"
+    # it takes the adapters on shared or dense MLPs for experts'
     experts = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
     kind = conversion_mapping._MODEL_TO_CONVERSION_PATTERN.get(model.hf.config.model_type)
-    return kind in ("qwen2_moe", "mixtral") and any(k.endswith(experts) for k in model.adapters)
+    if kind in ("qwen2_moe", "mixtral") and any(k.endswith(experts) for k in model.adapters):
+        return "it has MLPs beside experts"
+    return ""
 
 
 def read_adapter(folder):

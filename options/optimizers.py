@@ -42,13 +42,12 @@ def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
         return make()
     try:
         optimizer = make()
+        for needed in ("step", "param_groups", "state"):
+            getattr(optimizer, needed)
+        return optimizer
     except Exception as e:  # the user's code raises anything
-        raise BadInput(f"optim = {system.optim!r} cannot be made: {first_line(e)}") from e
-    lacks = [x for x in ("step", "param_groups", "state") if not hasattr(optimizer, x)]
-    if lacks:
         raise BadInput(f"optim = {system.optim!r}: wanted an optimizer like those of torch.optim, "
-                       f"and {type(optimizer).__name__} has no {lacks[0]}")
-    return optimizer
+                       f"but {first_line(e)}") from e
 
 
 def vectors_of(model):
