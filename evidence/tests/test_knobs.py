@@ -152,15 +152,6 @@ def test_bfloat16_weights_make_the_steps_of_float64(beta2, offload):
             assert (p.double() / want - 1).abs().max() < 1 / 256, t
 
 
-def test_bfloat16_weights_and_512_equal_micro_batches():
-    model = bfloat16_model()
-    buffers, (one, *_) = flatten_gradients(model), model.parameters()
-    for _ in range(512):
-        (0.3 * one).sum().backward()
-    assert torch.equal(one.grad, torch.full(one.shape, 512 * torch.tensor(0.3).bfloat16().item()))
-    assert [flat.dtype for flat in buffers] == [torch.float32] and buffers[0].sum() > 0
-
-
 def test_bfloat16_shards_and_micro_batches(world, tmp_path):
     """The norm of 48 micro-batches' sum: of one rank, or of shards, but for the sum of two."""
     keys = keys_of(world, "sft.py", dtype="bfloat16", master_weights=False, val_path="",
