@@ -49,11 +49,6 @@ def read_folder(path):
         from options.hub import check_name
 
         check_name(path)
-    for file, odd in (("config.json", rb"[\s:]\d{4,}[\s,}]"),
-                      ("tokenizer.json", rb'"Replace"|\\u00[5-7]')):  # or its letters by numbers
-        with contextlib.suppress(OSError), open(os.path.join(path, file), "rb") as f:
-            if re.search(odd, f.read()):
-                optional("folders.check_sizes")(path, file)  # more than a machine has?
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()

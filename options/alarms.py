@@ -57,28 +57,18 @@ def how_broken(record, finished):
 
 
 def what_is_lost(record):
-    """
-    {name: (share, line)} of what keeps more than half of an iteration's batch from teaching. A
-    cause is named only where the record shows it: that answers are right, or wrong, makes groups
-    flat where most groups must be of one kind, and the scores are of the answers.
-    """
-    right, ends = record.get("objective/accuracy"), record["objective/finished"]
+    """{name: (share, line)} of what keeps more than half of an iteration's batch from teaching."""
     flat, scored = record.get("objective/flat_groups", 0.0), record.get("objective/scored", 1.0)
-    cause = ""
-    if right is not None and ("objective/reward/accuracy" in record
-                              or record.get("objective/scores") == right):
-        if flat - (1 - right) > 0.5 and record.get("eval/accuracy", 1.0) > 0.5:
-            cause = f"{right:.0%} of the answers are right, so the prompts are too easy; "
-        elif flat - right > 0.5:
-            cause = (f"{right:.0%} of the answers are right: the prompts are too hard, or the "
-                     "reward does not read the answers; ")
-    if not cause and record.get("objective/score_std") == 0:
-        cause = "all scores of the batch are equal; "
+    right = record.get("objective/accuracy")  # near 1 the prompts are too easy, near 0 too hard
+    figure = f"{right:.0%} of the answers are right; " if right is not None else ""
+    if record.get("objective/score_std") == 0:
+        figure = f"all scores of the batch are equal; {figure}"
     found = dict(
-        cut=(1 - ends, "of the responses are cut at max_new_tokens, and teach where to stop "
-             "nowhere: raise it, or see 'Responses grow to the limit' in docs/diagnosis.md"),
+        cut=(1 - record["objective/finished"], "of the responses are cut at max_new_tokens, and "
+             "teach where to stop nowhere: raise it, or see 'Responses grow to the limit' in "
+             "docs/diagnosis.md"),
         # groups without rewards are flat, too
-        flat=(flat * (scored > 0.5), f"of the groups have equal scores, and teach nothing: {cause}"
+        flat=(flat * (scored > 0.5), f"of the groups have equal scores, and teach nothing: {figure}"
               "see 'Groups are flat' in docs/diagnosis.md"),
         unscored=(1 - scored, "of the responses have no reward: each reward function gave None"))
     return {name: (share, f"{share:.0%} {line}") for name, (share, line) in found.items()

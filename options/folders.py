@@ -1,35 +1,8 @@
-"""
-What the files of a folder may not say: more layers or labels than any model has, or a tokenizer
-that makes each text many times longer, which transformers would build, for hours; or that the
-weights are no safetensors, or in another folder.
-"""
+"""Of a model whose weights lie in several files, or on the hub: what the list of files may name."""
 import os
-import re
 
 from configurator import read_json
 from errors import BadInput
-
-LARGEST = {"layers?$": 1000, "num_labels$": 10**6}  # the names of a number -> more than any model's
-GROWTH = 10_000  # a text that is so many times longer is an attack
-
-
-def check_sizes(path, file):
-    """Raise BadInput where this file of a folder, config.json or tokenizer.json, is such a one."""
-    growth = 1.0
-    for part in parts_of(path, file):
-        for key, n in part.items():
-            if type(n) is int and any(
-                    re.search(name, key) and n > most for name, most in LARGEST.items()):
-                raise BadInput(f"{path}: its {file} says {key} = {n:,}, more than any model "
-                               "has; is it the right file?")
-        if part.get("type") == "Replace":
-            pattern = part.get("pattern")
-            found = pattern.get("String") if isinstance(pattern, dict) else None
-            letters = len(str(part.get("content"))) + (not found and fits_between(pattern))
-            growth *= max(letters / len(found or "a"), 1.0)
-    if growth > GROWTH:
-        raise BadInput(f"{path}: its tokenizer.json replaces letters by texts that are together "
-                       f"{growth:,.0f} times as long; give another tokenizer")
 
 
 def check_index(path, config):
@@ -46,27 +19,3 @@ def check_index(path, config):
             if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
                 raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
                                "folder; convert the model with save_pretrained")
-
-
-def fits_between(pattern):
-    """Whether a rule's regular expression may fit between two letters, and so lengthen a text."""
-    try:
-        around = re.search(r"\(\?[=!<]|\\[bBGKyY]", pattern["Regex"])  # it looks at letters around
-        return bool(around or re.search(pattern["Regex"], ""))
-    except (re.error, TypeError, KeyError, OverflowError, RecursionError):  # none that Python knows
-        return True
-
-
-def parts_of(path, file):
-    """Each JSON object in a file of the folder; none where it is no JSON: its readers say it."""
-    try:
-        parts = [read_json(os.path.join(path, file))]
-    except (OSError, ValueError, RecursionError):
-        return
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            yield part
-            parts += [x for key, x in part.items() if key not in ("vocab", "merges")]
-        elif isinstance(part, list):
-            parts += part

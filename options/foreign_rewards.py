@@ -45,7 +45,7 @@ def load_reward(named, folder, where):
     except TypeError as e:
         from options.mistakes import no_form
 
-        raise no_form(name, signature.parameters, where) from e
+        raise no_form(name, where) from e
 
     def call(batch):
         returned = function(**arguments_of(parameters, batch)) if as_trl else function(batch)

@@ -24,7 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import for_model, read_json, write_json
-from errors import BadInput, optional, say, shorten
+from errors import BadInput, say, shorten
 from load import read_model
 from model import at_least_float32
 from options.trunk import OnTrunk, layers_of
@@ -377,8 +377,6 @@ def lowest_base(folder, unless=""):
 def read_merged(folder, head, system, device, seed):
     """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
     base = base_of(folder)
-    # of others tokenizer.read_folder asks it; the tokenizer of this base is not read
-    optional("folders.check_sizes")(base, "config.json")
     model = read_model(base, head, system, device, seed)
     has_head = SCORE in read_adapter(folder)[1]
     if has_head and head == "lm":

@@ -120,8 +120,7 @@ def key_of_folder(path, keys):
     path, key = path.rstrip("/"), next((key for key in (
         "runs", "run", "policy_path", "policies", "init_from", "source") if key in keys), "")
     if key not in ("runs", "run") and os.path.isdir(f"{path}/policy"):  # the folder of a run
-        more = f", or --out_dir={path} for its run" * ("out_dir" in keys)
-        return f"; for the policy in this folder type --{key}={path}/policy{more}"
+        path += "/policy"
     return f"; to give this folder, type --{key}={path}" if key else ""
 
 
@@ -354,29 +353,16 @@ def no_function(path, name, module, where):
     return BadInput(f"{where}: {path} has no function {name!r}{hint}")
 
 
-# the functions of other trainers, {name: {its parameters}}, and the lines that adapt them
-ADAPTERS = {
-    "solution_str": """verl's judges one response; write beside it
-        def reward(batch): return [{name}(row.get("data_source"), text, row.get("answer"))
-        for text, row in zip(batch["completions"], batch["rows"])]""",
-    "queries": """OpenRLHF's reads prompt and response in one text; write beside it
-        def reward(batch): return {name}([p + c for p, c in zip(batch["prompts"],
-        batch["completions"])], batch["prompts"], [row.get("answer") for row in
-        batch["rows"]])["rewards"]"""}
-
-
-def no_form(name, parameters, where):
-    """Of a function that is no reward; parameters: their names."""
-    for known, adapter in ADAPTERS.items():
-        if known in parameters:
-            return BadInput(f"{where}: {adapter.format(name=name)}, and name this reward")
+def no_form(name, where):
+    """Of a function that is no reward."""
     return BadInput(f"{where}: {name} is no function of the form {name}(batch), or {name}(prompts, "
-                    "completions, ...) with lists, as TRL's")
+                    "completions, ...) with lists, as TRL's; to adapt verl's or OpenRLHF's, see "
+                    "'A reward of your own' in docs/data.md")
 
 
 def no_field(name, parameter, known, path):
     """Of a reward in TRL's form with a parameter that is no field of the rows."""
-    if parameter in ADAPTERS:
-        return no_form(name, [parameter], "reward_functions")
+    if parameter == "queries":  # OpenRLHF's
+        return no_form(name, "reward_functions")
     return BadInput(f"{path}: the reward {name!r} has a parameter {parameter!r}, and no row has "
                     f"such a field; the fields are {', '.join(map(repr, known))}")

@@ -5,7 +5,6 @@ torchrun alone: campaign.py.) A terminal, a pipe or a disk that no longer takes 
 that stops a run before the step, in one line that names it; and another system.
 """
 import builtins
-import ctypes
 import glob
 import json
 import os
@@ -374,25 +373,15 @@ def test_sabotage_stops_the_run_before_the_step(world, tmp_path, deed):
 def become_a_mac(rank):
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun
     of_copy(ROOT)(rank)  # all is imported anew; torch knows its own system
-    for name in [name for name in vars(os) if name.startswith((
-            "sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:
-        delattr(os, name)
-    delattr(resource, "prlimit")
-    sys.platform, opened, exists, library = "darwin", open, os.path.exists, ctypes.CDLL
+    sys.platform, opened = "darwin", open
 
-    def elsewhere(path):
-        """The path, or another one in the place of what Linux alone has."""
-        return f"/none{path}" if str(path).startswith(("/proc", "/sys")) else path
+    def elsewhere(path, *args, **kwargs):
+        return opened(f"/none{path}" if str(path).startswith(("/proc", "/sys")) else path,
+                      *args, **kwargs)
 
-    def no_library(*args, **kwargs):
-        if kwargs:  # a package of others, which knows what it may call there
-            return library(*args, **kwargs)
-        raise OSError("there is no such call")
-
-    builtins.open = lambda path, *args, **kwargs: opened(elsewhere(path), *args, **kwargs)
-    os.path.exists = lambda path: exists(elsewhere(path))
-    shutil.which = lambda name, *args, **kwargs: None
-    ctypes.CDLL = no_library
+    builtins.open = elsewhere
+    shutil.which = lambda *args, **kwargs: None  # no bubblewrap
+    del os.sched_getaffinity, os.memfd_create, os.pidfd_open, resource.prlimit
 
 
 def test_a_mac_runs_ppo(world, tmp_path):
