@@ -89,7 +89,7 @@ class Run:
         if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
-        fresh = {"run/loss_scale": 2.0**16, "run/clean_steps": 0, "run/broken": "", "run/said": {}}
+        fresh = {"run/loss_scale": 2.0**16, "run/clean_steps": 0, "run/broken": "", "run/said": []}
         self.state, self.folder = fresh | saved, folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE

@@ -7,21 +7,20 @@ from errors import say
 
 def say_what_is_wrong(record, state, iteration, batch=None):
     """
-    Say it once, in one line, and of what is lost again where it has doubled. record: an iteration's
-    figures. state: the run's; "run/finished" is the share of responses that ended at first.
+    Say it once, in one line. record: an iteration's figures. state: the run's; "run/finished" is
+    the share of responses that ended at first.
     """
     broken, lost = how_broken(record, state["run/finished"]), what_is_lost(record)
     if batch and has_no_gradient(record, state, batch):
-        lost["gradient"] = 1.0, (
+        lost["gradient"] = (
             "the policy's gradient is exactly 0, though responses have advantages: in a page that "
             "was changed, look for old_logprobs that are the policy's own of this step (they need "
             ".detach()), or for a loss that does not reach the policy")
-    lost = {name: (share, line) for name, (share, line) in lost.items()
-            if share >= 2 * state["run/said"].get(name, 0.0)}
+    lost = {name: line for name, line in lost.items() if name not in state["run/said"]}
     # a policy that is broken loses the rest, too
-    parts = [broken] if broken and not state["run/broken"] else [line for _, line in lost.values()]
+    parts = [broken] if broken and not state["run/broken"] else [*lost.values()]
     state["run/broken"] = broken
-    state["run/said"] |= {name: share for name, (share, _) in lost.items()}
+    state["run/said"] = [*state["run/said"], *lost]
     warning, nothing = "warning: " * bool(parts), ""
     if record.get("policy/steps") == record.get("loss/policy") == 0:
         nothing = "nothing to learn: "
@@ -57,7 +56,7 @@ def how_broken(record, finished):
 
 
 def what_is_lost(record):
-    """{name: (share, line)} of what keeps more than half of an iteration's batch from teaching."""
+    """{name: line} of what keeps more than half of an iteration's batch from teaching."""
     flat, scored = record.get("objective/flat_groups", 0.0), record.get("objective/scored", 1.0)
     right = record.get("objective/accuracy")  # near 1 the prompts are too easy, near 0 too hard
     figure = f"{right:.0%} of the answers are right; " if right is not None else ""
@@ -71,5 +70,4 @@ def what_is_lost(record):
         flat=(flat * (scored > 0.5), f"of the groups have equal scores, and teach nothing: {figure}"
               "see 'Groups are flat' in docs/diagnosis.md"),
         unscored=(1 - scored, "of the responses have no reward: each reward function gave None"))
-    return {name: (share, f"{share:.0%} {line}") for name, (share, line) in found.items()
-            if share > 0.5}
+    return {name: f"{share:.0%} {line}" for name, (share, line) in found.items() if share > 0.5}

