@@ -64,7 +64,7 @@ def inject(rank, fault, counted):
     import torch.distributed as dist
     from transformers import modeling_utils
 
-    out, real_open, real_save = os.path.abspath("out"), builtins.open, checkpoint.save_file
+    out, real_open = os.path.abspath("out"), builtins.open
     count_file = os.open(counted, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     numbers = iter(range(1, sys.maxsize))
 
@@ -85,7 +85,8 @@ def inject(rank, fault, counted):
     def inside(path, dir_fd=None, **_):
         return dir_fd is not None or isinstance(path, int) or os.path.abspath(path).startswith(out)
 
-    def wrap(owner, name, counts=lambda *args, **how: True):
+    def wrap(owner, name, counts=lambda *args, **how: True, file=None):
+        """file: which argument names the file that the function writes."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -95,7 +96,7 @@ def inject(rank, fault, counted):
                 return original(*args, **how)
             finally:  # also behind one that fails
                 if dies:
-                    die()
+                    die(args[file] if file else "")
 
         setattr(owner, name, wrapped)
 
@@ -108,18 +109,13 @@ def inject(rank, fault, counted):
             file.close = lambda: (close(), die(path, start))
         return file
 
-    def saved(tensors, filename, *args, **how):
-        dies = reach()
-        real_save(tensors, filename, *args, **how)
-        if dies:
-            die(filename)
-
     for name in COLLECTIVES:
         wrap(dist, name)
     for name in FILES:
         wrap(os, name, inside)
+    wrap(checkpoint, "save_file", file=1)
+    wrap(modeling_utils, "safe_save_file", file=1)
     builtins.open = opened
-    checkpoint.save_file = modeling_utils.safe_save_file = saved
 
 
 # ---------------------------------------------------------------------------------------------
@@ -265,7 +261,7 @@ def draw(rng, job, folder):
     return ["call", victim, rng.randint(1, count), rng.choice(["before", "behind"])]
 
 
-def campaign(world, work, jobs, kills=0, seed=1, only=(), report=print):
+def campaign(world, work, jobs, kills=0, seed=1, only=()):
     """
     The trials `only`, [job, fault, ...] each; or drawn ones, until so many kills came. Returns the
     number of kills, and the problems in words.
@@ -282,8 +278,8 @@ def campaign(world, work, jobs, kills=0, seed=1, only=(), report=print):
         folder = f"{work}/{number}"
         hits, wrong = trial(world, jobs[name], whole[name], faults, folder)
         came, number, again = came + hits, number + 1, json.dumps([name, *faults])
-        report(f"{came:3} kills: {again}" + "".join(f"\n    WRONG: {line}" for line in wrong[:9]),
-               flush=True)
+        print(f"{came:3} kills: {again}" + "".join(f"\n    WRONG: {line}" for line in wrong[:9]),
+              flush=True)
         problems += [f"--only='{again}': {line}" for line in wrong[:4]]
         if not wrong:
             shutil.rmtree(folder)

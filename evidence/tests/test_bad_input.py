@@ -359,14 +359,15 @@ def test_a_package_that_is_missing_is_no_option():
 def test_an_optional_package_that_cannot_be_imported_is_named(tmp_path, monkeypatch, broken):
     """It is not there, or does not find what it needs itself. A rule's own stays the rule's."""
     write(tmp_path / "a.parquet", "")
-    asks = dict(
-        wandb=lambda: names_in("wandb"), tensorboard=lambda: names_in("tensorboard"),
-        pyarrow=lambda: [*raw_rows(f"{tmp_path}/a.parquet")],
-        bitsandbytes=lambda: quantize(SimpleNamespace(must_fetch=False), "cpu", torch.float32))
-    again = [*asks.items(), ("bitsandbytes", lambda: other_optimizer(
-        torch.nn.Linear(1, 1), keys_of_system(optim="adamw8bit"), "policy", 1e-3, (0, 0), 1e-8))]
+    system, layer = keys_of_system(optim="adamw8bit"), torch.nn.Linear(1, 1)
     monkeypatch.syspath_prepend(tmp_path)
-    for name, ask in again:
+    for name, ask in (
+            ("wandb", lambda: names_in("wandb")), ("tensorboard", lambda: names_in("tensorboard")),
+            ("pyarrow", lambda: [*raw_rows(f"{tmp_path}/a.parquet")]),
+            ("bitsandbytes", lambda: quantize(
+                SimpleNamespace(must_fetch=False), "cpu", torch.float32)),
+            ("bitsandbytes", lambda: other_optimizer(
+                layer, system, "policy", 1e-3, (0, 0), 1e-8))):
         for module in [*sys.modules]:
             if name in module.split("."):
                 monkeypatch.delitem(sys.modules, module)
@@ -420,6 +421,7 @@ def test_a_hub_is_asked_once_and_then_its_cache(tmp_path, monkeypatch, way):
             hub.check_name("c/d")
     assert len(asked) == 1 and time.monotonic() - began < 3
     assert constants.HF_HUB_OFFLINE == (way != "answers")
+    assert hub.cached_folder("a/b") == f"{tmp_path}/models--a--b/snapshots/0f"
     hub.answers.cache_clear()
 
 

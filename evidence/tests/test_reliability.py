@@ -206,20 +206,13 @@ def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, mo
     assert_same_run(whole, out, [name], 1e-9)
 
 
-def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
+def test_the_hash_of_a_model(world, tmp_path):
     """Of its weights and its config.json, with an adapter's also those of its base."""
     model, adapter = (shutil.copytree(world.policy, tmp_path / x) for x in ("model", "adapter"))
     os.remove(adapter / "config.json")
     write(adapter / "adapter_config.json", json.dumps(dict(base_model_name_or_path=str(model))))
     os.rename(adapter / "model.safetensors", adapter / "adapter_model.safetensors")
-    hub = tmp_path / "models--a--b"
-    os.makedirs(hub / "refs")
-    write(hub / "refs" / "main", "0f")
-    shutil.copytree(model, hub / "snapshots" / "0f")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
     known = {hash_of_model(str(model)), hash_of_model(str(adapter))}
-    assert hash_of_model("a/b") in known
     assert {hash_of_model(name) for name in ("a/other", "/none", "../a", "a b", "a/b/c")} == {None}
     for file in ("README.md", "config.json", "model-00002-of-00002.safetensors"):
         write(model / file, " ")
