@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 import transformers
-from options.alarms import how_broken, say_what_is_wrong, what_is_lost
+from options.alarms import has_no_gradient, how_broken, say_what_is_wrong, what_is_lost
 from metrics import COLUMNS, evaluation_lines, iteration_line
 from tiny import ROOT, of_copy, read_jsonl, run, well, write
 
@@ -174,26 +174,19 @@ def test_what_most_of_a_batch_is_lost_to(figures, named, words):
     assert [*found] == named and all(word in said for word in words)
 
 
-NO_GRADIENT = {"objective/finished": 1.0, "objective/length": 9, "policy/steps": 4,
-               "policy/grad_norm": 0.0, "policy/clipfrac": 0.0, "loss/policy": 0.1}
-TAUGHT = dict(advantages=torch.ones(2, 3), response_mask=torch.ones(2, 3, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("figures, columns, state, said", [
-    ({}, {}, {}, True), ({"policy/grad_norm": 1e-30}, {}, {}, False),
-    ({"policy/steps": 0}, {}, {}, False),  # nothing was to be learned
-    ({"policy/clipfrac": 0.3}, {}, {}, False),  # the clip may have taken it away
-    ({}, dict(advantages=torch.zeros(2, 3)), {}, False),
-    ({}, dict(counted=torch.zeros(2, 3, dtype=torch.bool)), {}, False),
-    ({}, {}, {"run/clean_steps": -1}, False)])  # an overflow of float16
-def test_a_policy_without_a_gradient(capsys, figures, columns, state, said):
-    """It is said once."""
-    state = {"run/finished": 1.0, "run/broken": "", "run/said": [], "run/loss_scale": 2.0**16,
-             "run/clean_steps": 0} | state
-    for _ in range(2):
-        say_what_is_wrong(NO_GRADIENT | figures, state, 3, TAUGHT | columns)
-    lines = capsys.readouterr().out.splitlines()
-    assert ["iteration 3" in line and "exactly 0" in line for line in lines] == [True] * said
+@pytest.mark.parametrize("figures, columns, clean_steps, said", [
+    ({}, {}, 0, True), ({"policy/grad_norm": 1e-30}, {}, 0, False),
+    ({"policy/steps": 0}, {}, 0, False),  # nothing was to be learned
+    ({"policy/clipfrac": 0.3}, {}, 0, False),  # the clip may have taken it away
+    ({}, dict(advantages=torch.zeros(2, 3)), 0, False),
+    ({}, dict(counted=torch.zeros(2, 3, dtype=torch.bool)), 0, False),
+    ({}, {}, -1, False)])  # an overflow of float16
+def test_when_a_gradient_of_0_is_a_fault(figures, columns, clean_steps, said):
+    """(How it is said, and once: test_fork_state.py.)"""
+    record = {"policy/steps": 4, "policy/grad_norm": 0.0, "policy/clipfrac": 0.0}
+    batch = dict(advantages=torch.ones(2, 3), response_mask=torch.ones(2, 3, dtype=torch.bool))
+    state = {"run/clean_steps": clean_steps}
+    assert has_no_gradient(record | figures, state, batch | columns) == said
 
 
 def test_an_iteration_is_one_line(capsys):
