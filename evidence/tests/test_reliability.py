@@ -282,14 +282,12 @@ def saboteur(deed, ranks):
             part = runs[0].models[name].get_parameter("hf.transformer.ln_f.bias").data
             return parallel.my_part(part).view(-1)
 
-        def begun(_, run, *args):
-            runs.append(run)
-            if deed == "another reference everywhere":
-                weights("ref_policy")[2] += 0.25
-
         def enter(run, phase):
+            runs[:] = [run]
             if phase != "rollout":  # before it the audit has passed
                 return
+            if deed == "another reference everywhere" and run.iteration == 0:
+                weights("ref_policy")[2] += 0.25
             if due("a bit of the reference"):
                 weights("ref_policy").view(torch.int64)[0] ^= 1
             for name in ("policy", "value_model"):
@@ -314,7 +312,6 @@ def saboteur(deed, ranks):
         def logits(x, *args):
             return x * torch.nan if x.requires_grad and deed == "NaN forward" and mine else x
 
-        wrap([Run], "__init__", then=begun)
         wrap([Run], "enter", first=enter)
         wrap([Model], "logits", then=logits)
         wrap(rooms, "score_sequences", then=scores)
