@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 
 import parallel
 from configurator import read_json, write_json, write_text
-from errors import BadInput, Stop, optional, say
+from errors import BadInput, Stop, mistake, optional, say
 from parallel import alone
 
 FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is larger
@@ -89,9 +89,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=(
         before = dict(script=config["script"]) | before
         for key in ("script", *must_match):
             if (before.get(key) or "") != (config.get(key) or ""):
-                from options.mistakes import another_run
-
-                raise another_run(out_dir, key, before, config)
+                raise mistake("another_run", out_dir, key, before, config)
         if not folder:
             say(f"{out_dir} has no checkpoint: the run begins anew")
     if state["iteration"] > max_iters:

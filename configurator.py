@@ -33,7 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadInput, optional, say, shorten
+from errors import BadInput, mistake, optional, say, shorten
 
 # For products of each new shape oneDNN writes a program, and keeps 1,024 of them; so does torch.
 # Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
@@ -103,9 +103,7 @@ def read_arguments(keys, argv, given=None):
     overrides = dict(given or {})
     typed = [arg for arg in argv if arg.startswith("--")]
     if not all("=" in arg for arg in typed):
-        from options.mistakes import without_value
-
-        raise without_value(argv, keys)
+        raise mistake("without_value", argv, keys)
     # files first: a typed value counts more than a file, in any order
     for file in [arg for arg in argv if arg not in typed]:
         overrides |= {name: (value, file) for name, value in run_config_file(file, keys).items()}
@@ -164,9 +162,7 @@ def run_config_file(path, keys):
     except BadInput:
         raise
     except Exception as e:  # a program raises anything
-        from options.mistakes import no_config_file
-
-        raise no_config_file(path, keys, e) from e
+        raise mistake("no_config_file", path, keys, e) from e
     return {name: value for name, value in namespace.items() if not name.startswith("_")}
 
 

@@ -94,6 +94,13 @@ def optional(name):
         return lambda *args: None
 
 
+def mistake(kind, *args):
+    """The BadInput that a function of options/mistakes.py, `kind`, makes of what was given."""
+    from options import mistakes
+
+    return getattr(mistakes, kind)(*args)
+
+
 def say(message):
     """Print a message on rank 0."""
     if os.environ.get("RANK") in (None, "", "0"):

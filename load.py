@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from configurator import for_model
-from errors import BadInput, first_line
+from errors import BadInput, first_line, mistake
 from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
@@ -95,15 +95,11 @@ def read_model(path, head, system, device="cpu", seed=0):
     except BadInput:
         raise
     except Exception as e:  # for bad words and numbers transformers raises anything
-        from options.mistakes import no_model
-
-        raise no_model(path, e) from e
+        raise mistake("no_model", path, e) from e
     wrong = [name for name in [*report["missing_keys"], *report["unexpected_keys"]]
              if not re.fullmatch(NEW_OR_UNUSED[head], name)]
     if wrong or report["mismatched_keys"] or not plain_head(hf, head):
-        from options.mistakes import wrong_tensors
-
-        raise wrong_tensors(report, hf, head, path)
+        raise mistake("wrong_tensors", report, hf, head, path)
     model = Model(hf, head, path)
     if "score.weight" in report["missing_keys"]:
         draw_score_head(model, seed)

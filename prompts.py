@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import torch
 
-from errors import BadInput, say, shorten
+from errors import BadInput, mistake, say, shorten
 
 NO_UTF8 = "[\ud800-\udfff]"  # what Python reads where bytes are no UTF-8
 NOT_PLAIN = re.compile(NO_UTF8 + r"|\A[\s'\"]*[\[{]")  # or a text that may be a list of messages
@@ -145,9 +145,7 @@ def encode_rows(rows, encode, limit, too_long, cut, length=len,
     try:
         encoded = list(encode(rows))
     except BadInput as e:
-        from options.mistakes import of_rows
-
-        raise of_rows(rows, rows.path, encode, e) from e
+        raise mistake("of_rows", rows, rows.path, encode, e) from e
     if not all(0 < length(ids) <= limit for ids in encoded):  # some rows do not fit
         from options.too_long import cut_or_drop
 

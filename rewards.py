@@ -25,7 +25,7 @@ import torch
 
 import parallel
 from batches import right_pad, texts_of
-from errors import BadInput
+from errors import BadInput, mistake
 from load import autocast
 from model import no_grad_forwards
 from ranks import this_rank
@@ -59,9 +59,7 @@ def reward_terms(spec, config=None, folder="."):
             factor = math.nan
         _, colon, short = name.rpartition(":")
         if not math.isfinite(factor) or short in names or not (colon or name in BUILT_IN):
-            from options.mistakes import no_reward
-
-            raise no_reward(part.strip(), where, BUILT_IN, names)
+            raise mistake("no_reward", part.strip(), where, BUILT_IN, names)
         if colon:
             from options.foreign_rewards import load_reward
 

@@ -19,7 +19,7 @@ import ranks
 from batches import deal_rows, right_pad
 from demonstrations import dialogue, encode_demonstrations
 from formulas import learning_rate_at
-from load import autocast, auto_class, dtypes, load
+from load import autocast, auto_class, dtypes, freeze_or_train, load
 from model import Model, no_grad_forwards
 from prompts import batch_rows, hash_of_ids, read_rows, rows_to_evaluate, run_length, say_length
 from run import Run, make_optimizer
@@ -92,10 +92,7 @@ def from_scratch(system, device):
         torch.manual_seed(seed)
         hf = auto_class("lm").from_config(settings)
     model = Model(hf.to(device, dtypes(system)[0]), tokenizer=tokenizer)
-    if system.gradient_checkpointing:
-        from options.recompute import recompute
-
-        recompute(model)
+    freeze_or_train(model, system, trained=True)
     return model
 
 

@@ -16,7 +16,7 @@ import re
 from functools import partial
 
 from configurator import read_json, write_json
-from errors import BadInput, optional
+from errors import BadInput, mistake, optional
 
 # how the chat templates of many families begin a turn
 TURNS = r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>"
@@ -55,9 +55,7 @@ def read_folder(path):
     try:
         hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # transformers raises anything
-        from options.mistakes import no_tokenizer
-
-        raise no_tokenizer(path, e) from e
+        raise mistake("no_tokenizer", path, e) from e
     if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
         raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
                        "files there, and set eos_token in its tokenizer_config.json")

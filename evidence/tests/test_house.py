@@ -63,8 +63,8 @@ def test_an_option_is_there_under_the_name_by_which_it_is_imported():
             if isinstance(node, ast.ImportFrom) and node.module.startswith(("options", "grading")):
                 names = imported([node]) or [node.module.replace(".", "/")]
                 assert all(map(is_there, names)), (file, node.module)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "optional":
-                option, function = node.args[0].value.split(".")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("optional", "mistake"):
+                option, function = f"mistakes.{node.args[0].value}".split(".")[-2:]
                 names = [getattr(n, "name", "") for n in tree_of(f"options/{option}.py").body]
                 assert function in names, (file, option, function)
 
