@@ -233,6 +233,20 @@ def keys_of(script, folder, keys):
     return keys
 
 
+def on_all_cores():
+    """For a new process, as before torch: OpenMP may have pinned this one to a core."""
+    os.sched_setaffinity(0, range(os.cpu_count()))
+
+
+def printed(command, folder, **more):
+    """What a process prints, which runs in a folder. more: for Popen. Raises Stop."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder,
+                          preexec_fn=on_all_cores, **more)
+    if done.returncode:
+        raise Stop(f"{command[0]}: {(done.stderr.strip() or '?').splitlines()[-1]}")
+    return done.stdout
+
+
 def iterations(script, folder, keys):
     """
     The log of a run of ppo.py or grpo.py on the models of a folder, without the iteration that
@@ -242,10 +256,8 @@ def iterations(script, folder, keys):
     torch.cuda.empty_cache()  # the run needs what this process keeps
     with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
-        run = subprocess.Popen(
-            command + typed(keys), stdout=subprocess.DEVNULL, stderr=errors,
-            # all cores, as before torch: OpenMP may have pinned this process to one
-            preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
+        run = subprocess.Popen(command + typed(keys), stdout=subprocess.DEVNULL, stderr=errors,
+                               preexec_fn=on_all_cores)
         records = []
         while run.poll() is None and len(records) < keys["max_iters"]:
             time.sleep(0.2)

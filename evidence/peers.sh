@@ -31,4 +31,4 @@ grpo="${GRPO_PYTHON:-$(environment trl-1.16 "${same[@]}" trl==1.16.0)}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_PROC_BIND=true OMP_PLACES=cores
 script=table
 [ "${1:-}" != same ] || { script=same; shift; }
-exec "$PYTHON" "evidence/peers/$script.py" --ppo_python="$ppo" --grpo_python="$grpo" "$@"
+exec "$PYTHON" -m "evidence.peers.$script" --ppo_python="$ppo" --grpo_python="$grpo" "$@"

@@ -7,7 +7,6 @@ tools/plan.py held against what was measured. It prints the two tables of docs/s
 import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 
@@ -19,7 +18,7 @@ from configurator import configure  # noqa: E402  first: it must be imported bef
 
 import transformers  # noqa: E402
 
-from evidence.bench import keys_of, make_models, sizes_of_llama  # noqa: E402
+from evidence.bench import keys_of, make_models, printed, sizes_of_llama  # noqa: E402
 from tools import memory, plan, work  # noqa: E402
 from tools.runs import read_records, typed  # noqa: E402
 
@@ -110,16 +109,6 @@ RUNS = [("toy", "ppo", 1, dict(batch_size=256, micro_batch_size=64, num_minibatc
         ("as SmolLM2", "grpo", 1, dict(batch_size=8, micro_batch_size=4, group_size=4))]
 
 
-def call(folder, number, *argv):
-    """What a Python program that makes so many ranks prints."""
-    # where threads are pinned, the first one of each rank would be pinned to the same core
-    env = {key: x for key, x in os.environ.items() if number == 1 or key != "OMP_PROC_BIND"}
-    done = subprocess.run([sys.executable, *argv], cwd=folder, capture_output=True, text=True,
-                          env=env)
-    assert done.returncode == 0, done.stderr[-500:]
-    return done.stdout
-
-
 def cpu_rows():
     """Lines of the table: of each phase what the plan says, and the run's median."""
     for name, script, number, keys in RUNS:
@@ -127,14 +116,16 @@ def cpu_rows():
         if only not in label:
             continue
         sizes, P, R = SHAPES[name]
+        # where threads are pinned, the first one of each rank would be pinned to the same core
+        env = {key: x for key, x in os.environ.items() if number == 1 or key != "OMP_PROC_BIND"}
         with tempfile.TemporaryDirectory() as folder:
             make_models(folder, sizes_of_llama(*sizes), P, R, 0.0, system, ppo=True)
             of = typed(keys_of(script, folder, dict(max_new_tokens=R, max_iters=4) | keys))
-            text = call(folder, number, f"{ROOT}/tools/plan.py", script, *of,
-                        f"--gpus={number}xcpu", "--measure", f"--length={R}")
+            text = printed([sys.executable, f"{ROOT}/tools/plan.py", script, *of,
+                            f"--gpus={number}xcpu", "--measure", f"--length={R}"], folder, env=env)
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
-            call(folder, number, *torchrun[:4 * (number > 1)], f"{ROOT}/{script}.py", *of,
-                 "--out_dir=run", "--device_type=cpu")
+            printed([sys.executable, *torchrun[:4 * (number > 1)], f"{ROOT}/{script}.py", *of,
+                     "--out_dir=run", "--device_type=cpu"], folder, env=env)
             records = read_records(f"{folder}/run/log.jsonl")[1:4]
         lines = (line.split() for line in text.splitlines() if line.endswith(" s"))
         found = {line[0]: float(line[-2]) for line in lines}

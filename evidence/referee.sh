@@ -5,4 +5,4 @@
 #   bash evidence/referee.sh [keys of evidence/referee/table.py, as --wheels=FOLDER --page=out/referee.md]
 source "$(dirname "${BASH_SOURCE[0]}")/../runs/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$PYTHON" evidence/referee/table.py "$@"
+exec "$PYTHON" -m evidence.referee.table "$@"

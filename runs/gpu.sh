@@ -42,7 +42,7 @@ mkdir -p out
 print(torch.cuda.get_device_properties(0), torch.__version__)'
     if [[ $part = *1* ]]; then
         bench $b1 --batch_size=64 --micro_batch_size=16 --work=sampling,update --head_chunk=2048
-        has trl && step evidence/peers/table.py --grpo_python="$PYTHON" --rows=grpo_full --rounds=1 \
+        has trl && step -m evidence.peers.table --grpo_python="$PYTHON" --rows=grpo_full --rounds=1 \
             --steps=2 "${peers[@]}"
         # with xdist, what the tests print comes at the end
         at_once="$("$PYTHON" -c 'import xdist; print("-n 4 -rP")' 2>/dev/null || echo -s)"

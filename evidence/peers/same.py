@@ -7,23 +7,18 @@ The second step has ratios that are not 1, and clips some. TRL has rewards and a
 float32, so 1e-7 is rounding; another formula, or another scale of the loss, gives 1e-3 or more.
 """
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 
-# Python looks for modules in this file's folder; ours are two folders above it.
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
+from configurator import configure  # first: it must be imported before torch
+from errors import BadInput
 
-from configurator import configure  # noqa: E402  first: it must be imported before torch
+import torch
+from safetensors.torch import load_file
 
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-from errors import BadInput, Stop  # noqa: E402
-from evidence.bench import make_models  # noqa: E402
+from evidence.bench import ROOT, make_models, printed
+from tools.runs import typed
 
 # --------------------------------------------------------------------------------------------------
 rows = "all"  # or some of them, as GRPO;PPO
@@ -113,14 +108,6 @@ def make_data(folder, end_share):
             f.writelines(json.dumps(row) + "\n" for row in written)
 
 
-def call(command, folder):
-    """What a process prints, which runs in a folder. Raises Stop."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    if done.returncode:
-        raise Stop(f"{command[0]}: {(done.stderr.strip() or '?').splitlines()[-1]}")
-    return done.stdout
-
-
 def distance(folder, name, begin):
     """The distance of a model's two ends, as a share of the way from its beginning."""
     start, ours, theirs = (load_file(f"{folder}/{file}.safetensors") for file in (
@@ -136,15 +123,14 @@ def row_of(name, folder):
     keys = COMMON[script][0] | own | dict(
         out_dir="run", dtype="float64", batch_size=B, micro_batch_size=5, lr_decay="constant",
         warmup_iters=0, adam_eps=EPS, grad_clip=0, checkpoint_interval=0, device_type="cpu")
-    call([sys.executable, "-c", RUN, ROOT, f"{ROOT}/{script}.py",
-          *(f"--{key}={value}" for key, value in keys.items())], folder)
+    printed([sys.executable, "-c", RUN, ROOT, f"{ROOT}/{script}.py", *typed(keys)], folder)
     settings = COMMON[script][1] | their | dict(
         new=NEW, batch_size=B, steps=1 if script == "ppo" else 2, adam_epsilon=EPS, bf16=False,
         use_cpu=True, per_device_train_batch_size=B, lr_scheduler_type="constant",
         max_grad_norm=0.0)
     python = config["ppo_python" if script == "ppo" else "grpo_python"]
-    version = call([python, f"{ROOT}/evidence/peers/of_trl.py", "same", script,
-                    json.dumps(settings)], folder).splitlines()[-1]
+    version = printed([python, f"{ROOT}/evidence/peers/of_trl.py", "same", script,
+                       json.dumps(settings)], folder).splitlines()[-1]
     trained = TRAINED.get(script, dict(policy="policy"))
     apart = ", ".join(f"{distance(folder, *each):.1e}" for each in trained.items())
     return f"| {name} | {version} | {apart} |"

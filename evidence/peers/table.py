@@ -4,24 +4,18 @@ that of the medians over all timed steps of all turns. The limit is that of evid
 seconds that this machine needs at the least, with no padding.
 """
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
-# Python looks for modules in this file's folder; ours are two folders above it.
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
+from configurator import configure  # first: it must be imported before torch
+from errors import BadInput
 
-import torch  # noqa: E402
+import torch
 
-from configurator import configure  # noqa: E402
-from errors import BadInput, Stop  # noqa: E402
-from evidence.bench import iterations, keys_of, make_models  # noqa: E402
-from ranks import choose_device  # noqa: E402
-from tools.work import limits  # noqa: E402
+from evidence.bench import ROOT, iterations, keys_of, make_models, printed
+from ranks import choose_device
+from tools.work import limits
 
 # --------------------------------------------------------------------------------------------------
 rows = "all"  # or some of them, as ppo_full,grpo_real
@@ -55,13 +49,9 @@ def of_trl(script, folder, micro_batch_size):
         use_cpu=system.device_type == "cpu", torch_compile=system.compile)
     settings |= dict(num_ppo_epochs=4, kl_coef=0.05) if script == "ppo" else dict(
         num_generations=4, beta=0.04, num_iterations=1, optim="adamw_torch")
-    done = subprocess.run(
-        [config[f"{script}_python"], f"{ROOT}/evidence/peers/of_trl.py", "time", script,
-         json.dumps(settings)], capture_output=True, text=True, cwd=folder,
-        preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
-    if done.returncode:
-        raise Stop(f"TRL's {script}: {(done.stderr.strip() or '?').splitlines()[-1]}")
-    figures, version = done.stdout.splitlines()[-2:]
+    said = printed([config[f"{script}_python"], f"{ROOT}/evidence/peers/of_trl.py", "time", script,
+                    json.dumps(settings)], folder)
+    figures, version = said.splitlines()[-2:]
     return *json.loads(figures), version
 
 

@@ -3,21 +3,16 @@ The formulas of quartet, from its functions and from the lines of ppo.py's loss,
 returns one vector. Their keywords are choices that others make: see trainers.CHOICES.
 """
 import os
-import sys
 import types
 from functools import partial
 
-# Python looks for modules in this file's folder; ours are two folders above it.
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
+import torch
 
-import torch  # noqa: E402
-from cut import Module  # noqa: E402
-
-import formulas  # noqa: E402
-import groups  # noqa: E402
-from gae import compute_gae  # noqa: E402
-from grading import forms  # noqa: E402
+import formulas
+import groups
+from evidence.referee.cut import Module
+from gae import compute_gae
+from grading import forms
 
 G, T, EPS, LOW, HIGH = 4, 10, 0.2, 0.2, 0.28  # a group; columns; clip ranges
 GAMMA, LAM, CAP = 0.97, 0.9, 1.5
@@ -65,7 +60,7 @@ def graded(loss_of, b, at="logprobs"):
 
 def page(name):
     """The Module of a script."""
-    with open(f"{ROOT}/{name}", encoding="utf-8") as f:
+    with open(f"{os.path.dirname(formulas.__file__)}/{name}", encoding="utf-8") as f:
         return Module(f.read(), name)
 
 

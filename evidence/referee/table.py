@@ -2,23 +2,18 @@
 The table of evidence/referee.sh: what other trainers compute, formula by formula, beside quartet.
 """
 import glob
-import os
 import subprocess
 import sys
 import textwrap
 
-# Python looks for modules in this file's folder; ours are two folders above it.
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
+from configurator import configure  # first: it must be imported before torch
+from errors import BadInput, Stop, say
 
-from configurator import configure  # noqa: E402  first: it must be imported before torch
+import torch
 
-import torch  # noqa: E402
-from cut import Wheel  # noqa: E402
-from ours import ROWS, make_batch  # noqa: E402
-from trainers import CHOICES, TRAINERS  # noqa: E402
-
-from errors import BadInput, Stop, say  # noqa: E402
+from evidence.referee.cut import Wheel
+from evidence.referee.ours import ROWS, make_batch
+from evidence.referee.trainers import CHOICES, TRAINERS
 
 # --------------------------------------------------------------------------------------------------
 wheels = ""  # a folder that has them: nothing is downloaded then; empty: out/referee, by pip
@@ -55,7 +50,7 @@ of 0, whitened, and importance weights multiply GSPO's losses as they do all oth
 
 def wheel_of(package, version):
     """The path of a wheel, or None where it cannot be had."""
-    folder = wheels or f"{ROOT}/out/referee"
+    folder = wheels or "out/referee"
     pattern = f"{folder}/{package.replace('-', '_')}-{version}-*.whl"
     if not glob.glob(pattern) and not wheels:
         say(f"downloading {package} {version}")

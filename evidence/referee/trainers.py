@@ -5,7 +5,9 @@ it computes of a batch}, or with the names of the choices by which that differs 
 from types import SimpleNamespace as Given
 
 import torch
-from ours import CAP, EPS, G, GAMMA, HIGH, LAM, LOW, STEPS, T, graded, per_token
+
+from evidence.referee.ours import (CAP, EPS, G, GAMMA, HIGH, LAM, LOW, STEPS, T, graded,
+                                   per_token)
 
 # {name of a choice: (keywords of ours.py's function, what it is)}
 CHOICES = {

@@ -4,7 +4,6 @@ page, of a wheel that is made here: a function is right, one a choice, one wrong
 beside an implementation that is made here.
 """
 import glob
-import importlib
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import sys
 import zipfile
 
 import pytest
+from evidence.referee.ours import ROWS, make_batch
 from tiny import ROOT, Started, jsonl, read_jsonl, write
 
 
@@ -99,12 +99,10 @@ def compute_approx_kl(logprobs, ref_logprobs, kl_estimator):  # by choice: it is
 """
 
 
-def test_the_formulas_of_the_referee_stand_in_the_pages(monkeypatch):
+def test_the_formulas_of_the_referee_stand_in_the_pages():
     """Each is cut out of today's files, and gives numbers."""
-    monkeypatch.syspath_prepend(f"{ROOT}/evidence/referee")
-    ours = importlib.import_module("ours")
-    for row, (formula, *_) in ours.ROWS.items():
-        assert formula(ours.make_batch(1)).isfinite().all(), row
+    for row, (formula, *_) in ROWS.items():
+        assert formula(make_batch(1)).isfinite().all(), row
 
 
 def test_a_cell_is_equal_or_named_or_not_explained(tmp_path):
@@ -114,8 +112,7 @@ def test_a_cell_is_equal_or_named_or_not_explained(tmp_path):
                            ("trainer/ppo_utils/experience_maker", "")):
             f.writestr(f"{folder}/{name}.py", text)
     ended = Started("evidence/referee/table.py", [
-        f"--wheels={tmp_path}", f"--page={tmp_path}/page.md"], str(tmp_path),
-        before=lambda rank: sys.path.insert(0, f"{ROOT}/evidence/referee")).wait()
+        f"--wheels={tmp_path}", f"--page={tmp_path}/page.md"], str(tmp_path)).wait()
     assert ended.codes == [1] and ended.err[0].endswith(
         "not explained: value loss, OpenRLHF 0.11.2\n"), ended
     page = (tmp_path / "page.md").read_text()
