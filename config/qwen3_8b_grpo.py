@@ -1,8 +1,7 @@
 """
 GRPO of Qwen3-8B on GSM8K on eight GPUs of 80 GB: what config/gsm8k_grpo.py needs for a model that
-does not fit whole.
+does not fit whole. That has the commands for the data.
 
-    python data/gsm8k/prepare.py --chat
     python tools/plan.py grpo.py config/gsm8k_grpo.py config/qwen3_8b_grpo.py --gpus=8xH100 \\
         --length=400 --price=2.5
     torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py config/qwen3_8b_grpo.py

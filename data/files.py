@@ -16,22 +16,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from errors import BadInput  # noqa: E402
 
 
-def parser_of(doc, source=""):
-    """
-    An argparse parser that ends with one line. Its --help shows the script's docstring. source: the
-    URL of what is downloaded; then there are --source and --chat.
-    """
+def parser_of(doc):
+    """An argparse parser that ends with one line. Its --help shows the script's docstring."""
     def error(said):
         raise BadInput(said)
 
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error
-    if source:
-        parser.add_argument("--source", default=source, help="URL, or a folder of the same layout "
-                            "(default: OpenAI's)")
-        parser.add_argument("--chat", action="store_true", help="prompts as chat messages, for "
-                            "models with a chat template")
     return parser
 
 

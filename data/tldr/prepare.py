@@ -112,9 +112,13 @@ def all_rows(source, count, chat):
 
 
 if __name__ == "__main__":
-    parser = parser_of(__doc__, SOURCE)
+    parser = parser_of(__doc__)
+    parser.add_argument("--source", default=SOURCE,
+                        help="URL, or a folder of the same layout (default: OpenAI's)")
     parser.add_argument("--tokenizer", default="EleutherAI/pythia-1b",
                         help="hub name or folder (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true",
+                        help="PPO's prompts as chat messages, for models with a chat template")
     args = parser.parse_args()
     from transformers import AutoTokenizer  # here: --help need not wait for it
 

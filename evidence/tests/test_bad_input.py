@@ -386,8 +386,7 @@ def test_without_the_virtual_environment():
     """-S: a Python without installed packages."""
     for script in ("ppo grpo sft rm recipes/dpo tools/eval tools/sample tools/plot tools/memory "
                    "tools/explain tools/plan evidence/bench data/label data/convert "
-                   "data/arithmetic/prepare data/arithmetic/pairs data/example/prepare "
-                   "data/gsm8k/prepare").split():
+                   "data/arithmetic/prepare data/arithmetic/pairs data/example/prepare").split():
         result = subprocess.run([sys.executable, "-S", f"{script}.py"], capture_output=True,
                                 text=True, cwd=ROOT, env={}, check=False)
         assert result.returncode in (1, 2) and not result.stdout, script

@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import statistics
@@ -144,27 +143,6 @@ def test_the_chat_model_of_the_example(task):
     said = tokenizer.apply_chat_template([dict(role="user", content="a")], tokenize=False,
                                          add_generation_prompt=True)
     assert said == "<|user|>a<eos><|assistant|>"
-
-
-TRAIN = [("Two and two?", "2+2 = <<2+2=4>>4\n#### 4", "4"), ("Many?", "A.\n#### 1,234", "1234"),
-         ("Below zero?", "#### -5", "-5"), ("A #### trap?", "no #### 3 but\n#### 7 ", "7"),
-         ("Half?\u2028é {x}", "#### 0.5", "0.5"), ("Words?", "#### many", None)]
-
-
-def test_gsm8k(tmp_path):
-    """The files of OpenAI's layout; once they are there, nothing is downloaded."""
-    os.makedirs(tmp_path / "source")
-    for name, rows in (("train", TRAIN), ("test", TRAIN[:1])):
-        jsonl(tmp_path / "source" / f"{name}.jsonl", [dict(question=q, answer=a)
-                                                      for q, a, _ in rows])
-    said, rows = made("gsm8k", tmp_path / "a", f"--source={tmp_path}/source")
-    assert said.count("downloading") == 2 and "dropped 1: answer is no number" in said
-    for row, (question, _, answer) in zip(rows["rl_train"], TRAIN, strict=False):
-        assert row["answer"] == answer and f"User: {question} Reason" in row["prompt"]
-        assert row["prompt"].endswith("\n<think>")
-    assert len(rows["rl_train"]) == 5 and len(rows["rl_val"]) == 1
-    _, rows = made("gsm8k", tmp_path / "b", "--chat", f"--source={tmp_path}/a/data/gsm8k/raw")
-    assert [[m["role"] for m in row["prompt"]] for row in rows["rl_train"]] == [["user"]] * 5
 
 
 def asked(text):

@@ -188,6 +188,7 @@ def test_the_config_of_an_8b_starts_on_eight_ranks(tmp_path):
     configs = [f"{ROOT}/config/{name}_grpo.py" for name in ("gsm8k", "qwen3_8b")]
     run = Started("grpo.py", [*configs, *typed(dict(
         policy_path=folder, prompts_path="prompts.jsonl", eval_path="", template_kwargs="",
+        system_prompt="",
         batch_size=32, group_size=4, max_new_tokens=8, max_prompt_tokens=16, max_iters=1,
         out_dir="out", device_type="cpu", timeout=200, reward_timeout=100))], str(tmp_path), 8)
     assert set(run.wait().codes) == {0}, run
