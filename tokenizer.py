@@ -60,8 +60,8 @@ def read_folder(path):
         raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
                        "files there, and set eos_token in its tokenizer_config.json")
     # transformers' general class reads tokenizer.json as it is; many families have others
-    if type(hf).__name__ != "TokenizersBackend" or "[INST]" in hf.get_vocab() or (
-            {"add_prefix_space", "fix_mistral_regex"} & hf.init_kwargs.keys()):
+    if (type(hf).__name__ != "TokenizersBackend" or "[INST]" in hf.get_vocab()
+            or "add_prefix_space" in hf.init_kwargs):
         from options.tokenizer_kinds import use_parts_of_file
 
         use_parts_of_file(hf, path)
