@@ -1,6 +1,6 @@
 """
 Tokenizers whose class in transformers does not cut texts as their tokenizer.json says: those of
-many families in version 5. And Mistral's, whose tokenizer.json may have other words than its models.
+many families in version 5. And Mistral's, whose tokenizer.json may have the wrong words.
 """
 from errors import BadInput
 
@@ -22,7 +22,7 @@ def use_parts_of_file(hf, path):
     if (backend and backend.token_to_id("[INST]") and "{1,3}" in repr(backend.pre_tokenizer)
             and hf.init_kwargs.get("fix_mistral_regex") is not False):
         raise BadInput(f"{path}: its tokenizer.json splits words otherwise than Mistral's models "
-                       "know them; mend a copy of the folder, in Python: AutoTokenizer."
-                       "from_pretrained(DIR, fix_mistral_regex=True).save_pretrained(DIR); or write "
-                       '"fix_mistral_regex": false into tokenizer_config.json for a model that was '
-                       "trained with this file")
+                       "know them; mend a copy of the folder in Python: AutoTokenizer."
+                       "from_pretrained(DIR, fix_mistral_regex=True).save_pretrained(DIR); or, for "
+                       'a model that was trained with this file, write "fix_mistral_regex": false '
+                       "into its tokenizer_config.json")

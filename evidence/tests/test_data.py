@@ -203,17 +203,14 @@ MISS, HIT = "2-7=-5-5=-10-9=-19", "2+7=9-5=4+9=13"
 
 
 @pytest.mark.parametrize("response, solved, attempts, repeats, slips", [
-    (f"{MISS}?{HIT}!", 1, 2, 0, 0),
     (f"{MISS}?{HIT}?", 1, 2, 0, 0),  # the mark is wrong, but the attempt hits
     (f"{HIT}!{MISS}?", 0, 2, 0, 0),  # only the last one counts
     (f"{MISS}?{MISS}?{MISS}!", 0, 3, 2 / 3, 0),
-    (f"{MISS}?{HIT}", 1, 2, 0, 0),  # cut behind the hit
     (f"{MISS}?2+7=9-5=4+9", 0, 2, 0, 1 / 2),  # cut within
     ("2+7=9-5=3+9=13!", 0, 1, 0, 1),  # a sum is wrong
     ("7+2=9-5=4+9=13!", 0, 1, 0, 1),  # not in order
     ("2+7=9+4=13!", 0, 1, 0, 1),  # not all numbers
-    ("13!", 0, 1, 0, 1), ("", 0, 0, 0, 0), ("?", 0, 0, 0, 0), (f"{HIT}{HIT}!", 0, 1, 0, 1),
-    (f"+{HIT}!", 0, 1, 0, 1)])
+    ("", 0, 0, 0, 0), (f"{HIT}{HIT}!", 0, 1, 0, 1)])
 def test_the_rules_of_search(response, solved, attempts, repeats, slips):
     rules = load_file("data/search/reward.py")
     batch = dict(rows=[dict(numbers=NUMBERS, target=13)], completions=[response])

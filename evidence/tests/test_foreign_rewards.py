@@ -206,9 +206,6 @@ def swallows(batch):
     while True:
         try: time.sleep(9)
         except: pass
-def cleans(batch):
-    try: {REGEX}
-    finally: time.sleep(99)
 def hides(batch):
     try: time.sleep(9)
     except BaseException: return [1, 2, 3]
@@ -260,13 +257,6 @@ def few(completions, level):
     seen.update(completions=completions, level=level)
     return [1.0] * len(completions)
 
-class Judge:
-    def __call__(self, completions, completion_ids, **kwargs):
-        seen.update(kwargs, completions=completions, completion_ids=completion_ids)
-        return [float(len(ids)) for ids in completion_ids]
-
-grader = Judge()
-
 async def waits(prompts, completions, level=None, **kwargs):
     loops.add(asyncio.get_running_loop())
     await asyncio.sleep(0)
@@ -280,8 +270,7 @@ def wants(completions, trainer_state):
 def test_the_signature_of_trl(tmp_path):
     """Also an async function: what it makes in a call, it can use in the next, in the same loop."""
     (tmp_path / "mine.py").write_text(TRL)
-    spec = "mine.py:bare,mine.py:few,mine.py:grader,mine.py:waits"
-    terms = reward_terms(spec, folder=str(tmp_path))
+    terms = reward_terms("mine.py:bare,mine.py:few,mine.py:waits", folder=str(tmp_path))
     mine = terms[0][2].__wrapped__.__globals__
     seen = mine["seen"]
     rows = [dict(prompt="one", answer="1", completion="x"), dict(prompt="two", level=2),
@@ -295,7 +284,7 @@ def test_the_signature_of_trl(tmp_path):
     want = dict(prompts=["one", "two", CHAT], completions=["a", "bb", [message]],
                 answer=["1", None, "333"], level=[None, 2, None],
                 completion_ids=[[2], [7, 8], [12, 13, 14]])
-    scores = dict(bare=[1, 0, 3], few=[1, 1, 1], grader=[1, 2, 3], waits=[3, 3, 2])
+    scores = dict(bare=[1, 0, 3], few=[1, 1, 1], waits=[3, 3, 2])
     for _, name, reward in terms:
         seen.clear()
         assert reward(batch) == scores[name]

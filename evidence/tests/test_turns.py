@@ -269,8 +269,7 @@ ANSWERS = {  # family: {a turn: the answer; of a call that cannot be read ERROR 
         call("multiply", a=3) + "\n" + call("table"): '6\n{"Z\u00fcrich": [1, null]}',
         call("table", n=1): "\u00e9!", call("table", n=2): "null", call("table", n=3): "?",
         call("table", n=4): "x" * 10_000, call("divide", a=1): ERROR + "no tool 'divide', only mul",
-        "<tool_call>multiply(2)</tool_call>": ERROR, '<tool_call>{"name": "mul': ERROR,
-        "<tool_call>[1]</tool_call>": ERROR, '<tool_call>{"arguments": {}}</tool_call>': ERROR,
+        '<tool_call>{"name": "mul': ERROR, '<tool_call>{"arguments": {}}</tool_call>': ERROR,
         '<tool_call>{"name": "multiply", "arguments": 3}</tool_call>': ERROR + "no JSON object",
         call("multiply", a=1, c=2): ERROR + "TypeError", call("multiply", a="21"): ERROR + "a = "},
     "qwen3.5": {
@@ -278,7 +277,6 @@ ANSWERS = {  # family: {a turn: the answer; of a call that cannot be read ERROR 
         tags("typed", s="a\nb\n", b="false", q='[1, "x"]', t="seven"):
             "('a\\nb\\n', False, [1, 'x'], 'seven')",
         tags("table", n=1) + "\n" + call("multiply", a=3): "\u00e9!\n6",  # JSON is read, too
-        tags("divide", a=1): ERROR + "no tool 'divide'",
         "<tool_call>\n<function=multiply>\n<parameter=a>\n3": ERROR + "has no </parameter>",
         tags("multiply", a="[" * 10**5): ERROR,
         tags("multiply", a="__import__('os').system('touch HERE')"): ERROR + "integer"},
@@ -287,7 +285,6 @@ ANSWERS = {  # family: {a turn: the answer; of a call that cannot be read ERROR 
         ' to=functions.multiply<|channel|>commentary json<|message|>{"a": 4}': "8",
         "<|channel|>analysis<|message|>to=functions.table<|end|><|start|>assistant"
         "<|channel|>final<|message|>4": None, call("multiply", a=3): None,
-        message_to("divide", "{}"): ERROR + "no tool 'divide'",
         message_to("multiply", '{"a": 3'): ERROR, "<|channel|>commentary to=python code": ERROR}}
 
 
@@ -354,10 +351,9 @@ FITS = dict(  # {parameter: values that fit it, values that do not}
     i=([0, 10**30], ["21", 1.5, True, None]), f=([0.5, 21], ["0.5", False]), s=(["21"], [21, None]),
     b=([True], ["true", 0, None]), o=([dict(a=1), None], [dict(a="1"), []]),
     l=([[], [1, 2], None], [[1, None], "[1]"]), m=([None, 3], ["3", 3.5]),
-    e=(["x", "y"], ["z"]), n=([[1], dict(a="b")], [["1"], "a"]), a=([None, [{}]], []))
-IN_TAGS = [("l", "[1, 2]", [1, 2]), ("s", '"a"', '"a"'), ("m", "None", None), ("f", "21", 21),
-           ("n", '{"a": "b"}', dict(a="b")), ("a", "x", "x"), ("s", "12", "12"),
-           ("b", "True", True), ("q", "None", None), ("t", "7", 7)]
+    e=(["x", "y"], ["z"]), n=([[1], dict(a="b")], [["1"], "a"]))
+IN_TAGS = [("l", "[1, 2]", [1, 2]), ("s", '"a"', '"a"'), ("s", "12", "12"), ("m", "None", None),
+           ("n", '{"a": "b"}', dict(a="b")), ("a", "x", "x"), ("b", "True", True), ("t", "7", 7)]
 
 
 @knows_lists
