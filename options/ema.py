@@ -1,6 +1,4 @@
 """The key ema_decay: the moving average of the policy's weights, out_dir/ema_policy."""
-import contextlib
-
 import torch
 
 import parallel
@@ -29,32 +27,21 @@ class MovingAverage:
 
     def save(self, run):
         """A collective: write the finished average to out_dir/ema_policy."""
-        with self.in_place():
-            run.save_model("ema_policy", self.model, {})  # COLLECTIVE
+        # for this time the model has the averages as its parameters: others, in their dtype
+        others = {p: torch.nn.Parameter(average) for p, average in self.averages.items()}
+        places = [(module, name, p) for module in self.model.modules()
+                  for name, p in module.named_parameters(recurse=False) if p in others]
+        for module, name, p in places:
+            setattr(module, name, others[p])
+        run.save_model("ema_policy", self.model, {})  # COLLECTIVE
+        for module, name, p in places:
+            setattr(module, name, p)
 
     @torch.no_grad()
     def update(self):
         for p, average in self.averages.items():
             my_part(average).lerp_(my_part(p.detach()).to(average.dtype), 1 - self.decay)
 
-    @contextlib.contextmanager
-    def in_place(self):
-        """In this block, the model has the averages as its parameters: others, in their dtype."""
-        others = {p: torch.nn.Parameter(average) for p, average in self.averages.items()}
-        exchange(self.model, others)
-        try:
-            yield
-        finally:
-            exchange(self.model, {other: p for p, other in others.items()})
-
     def tensors(self):
         return {name: self.averages[p] for name, p in self.model.named_parameters()
                 if p in self.averages}
-
-
-def exchange(model, others):
-    """Put others[p] in the place of each parameter p, in all modules that have it."""
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            if p in others:
-                setattr(module, name, others[p])

@@ -376,20 +376,17 @@ def lowest_base(folder, unless=""):
 @torch.no_grad()
 def read_merged(folder, head, system, device, seed):
     """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
-    base = base_of(folder)
+    base, (_, tensors, notes) = base_of(folder), read_adapter(folder)
     model = read_model(base, head, system, device, seed)
-    has_head = SCORE in read_adapter(folder)[1]
-    if has_head and head == "lm":
+    if SCORE in tensors and head == "lm":
         raise BadInput(f"{folder}: this adapter has a score head: it makes a reward model, not a "
                        "language model")
-    adapted = load_adapted(model, folder, "scalar" if has_head else "lm")
+    adapted = load_adapted(model, folder, head if SCORE in tensors else "lm")
     for name, p in model.hf.named_parameters():
         p.copy_(adapted.as_saved(name, p))
-    if has_head:
+    if SCORE in tensors:
         model.hf.score.weight.copy_(adapted.score.weight)
         model.score_shift, model.new_head = adapted.score_shift, False
-        model.hf.config.pad_token_id = adapted.hf.config.pad_token_id
-        if hasattr(adapted.hf.config, "score_shift"):
-            model.hf.config.score_shift = model.score_shift
+        model.hf.config.update(notes)
     model.path = folder
     return model

@@ -302,9 +302,7 @@ def tensors_by_name(optimizer, model):
                 tensors[f"{name}.{key}"] = t
     if unwrapped(optimizer) is not optimizer:  # stage 1: a rank has some parameters' states
         tensors = everyones(tensors)  # COLLECTIVE
-    order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
-    return dict(sorted(tensors.items(), key=lambda item: (
-        order[item[0].rpartition(".")[0]], item[0])))
+    return tensors
 
 
 def load_by_name(optimizer, model, tensors):

@@ -79,18 +79,19 @@ def send_to_trackers(record):
     """Send the finite numbers of a record to all trackers, with its iteration."""
     numbers = {key: value for key, value in record.items()
                if isinstance(value, (int, float)) and math.isfinite(value) and key != "iteration"}
-    for name, (report, _) in list(open_trackers.items()):
-        try:
-            report(numbers, record["iteration"])
-        except Exception as e:  # a service on the network must not end a run of many days
-            say(f"{name} has failed ({first_line(e)}); the run goes on without it")
-            del open_trackers[name]
+    call_all(0, numbers, record["iteration"])
 
 
 def finish_trackers():
-    for name, (_, close) in list(open_trackers.items()):
-        try:
-            close()
-        except Exception as e:  # the run itself is over, and saved
-            say(f"{name} has failed at the end ({first_line(e)})")
+    call_all(1)
     open_trackers.clear()
+
+
+def call_all(which, *args):
+    """Call each tracker's send or close. A service on the network must not end a run of days."""
+    for name, functions in list(open_trackers.items()):
+        try:
+            functions[which](*args)
+        except Exception as e:
+            say(f"{name} has failed ({first_line(e)}); the run goes on without it")
+            del open_trackers[name]

@@ -14,7 +14,7 @@ import torch
 from checkpoint import cut_logs
 from test_checkpoint import dies_at
 from tiny import (assert_one_line, assert_same_run, at, jsonl, keys_of, read_jsonl, read_log,
-                  read_weights, run, well, write)
+                  read_weights, run, well)
 
 
 def contents(out):
@@ -140,32 +140,6 @@ def test_an_evaluation_that_was_made_stands_once(world, tmp_path, script, interv
 def test_an_evaluation_of_a_run_that_begins_anew_is_not_kept(tmp_path):
     log = jsonl(tmp_path / "log.jsonl", [{"iteration": 0, "eval/loss": 1.5}])
     assert cut_logs(str(tmp_path), 0) == {} and not os.path.exists(log)
-
-
-RULE = """
-import os
-
-def scripted(batch):  # what an evaluation gets, by the length of the log
-    log = open("out/log.jsonl").readlines() if os.path.exists("out/log.jsonl") else []
-    score = (1, 2, 5, 3, 4, 6)[sum('"loss/policy"' in line for line in log)]
-    return [score] * len(batch["completions"])
-"""
-
-
-def test_the_best_policy_outlives_the_end_of_its_run(world, tmp_path):
-    """The best evaluation is the last one, behind the last checkpoint; then come worse ones."""
-    rule = write(tmp_path / "mine.py", RULE)
-    keys = keys_of(world, "grpo.py", reward_functions=f"{rule}:scripted", keep_best="score",
-                   eval_interval=1, checkpoint_interval=1)
-    for count, best in (2, (2, 5)), (3, (2, 5)), (4, (2, 5)), (5, (5, 6)):
-        out = well("grpo.py", tmp_path, keys | dict(max_iters=count))
-        about = json.loads(Path(f"{out}/best_policy/run.json").read_text())
-        assert (about["iteration"], about["figures"]["score"]) == best
-        card = Path(f"{out}/best_policy/README.md").read_text()
-        assert f"eval/scores              {best[1]}\n" in card
-        if count == 2:
-            weights, finished = read_weights(f"{out}/best_policy"), read_weights(f"{out}/policy")
-            assert all(torch.equal(weights[name], t) for name, t in finished.items())
 
 
 # keys that a resume changes

@@ -46,11 +46,11 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         turns=4, mix=[(1.0, "environment"), (0.5, "length")], staleness=1, max_refills=1, seed=5,
         max_new_tokens=15, max_iters=3)),
     # a reward model that does not say its zero; the value model has the same
-    "ppo, centred": ("stage 1", ["centred, some", "best later", "not the best"], PPO | EVAL | dict(
-        reward_path="uncentered", missing_eos_penalty=1.0, keep_best="score", max_iters=3, seed=1,
-        ppo_epochs=1)),
+    "ppo, centred": ("stage 1, stopped", ["centred, some", "best later", "not the best"], (
+        PPO | EVAL | dict(reward_path="uncentered", missing_eos_penalty=1.0, keep_best="score",
+                          max_iters=3, seed=1, ppo_epochs=1))),
     # the batch of an iteration was sampled up to two updates ago
-    "ppo, stale": ("three roles, stopped", ["older"], PPO | dict(
+    "ppo, stale": ("one rank, stopped in three roles", ["older"], PPO | dict(
         staleness=2, max_iters=4, ema_decay=0.7, texts=True, ptx_coef=2.5, ref_path="older")),
     "ppo, stale, capped": ("one rank", ["older", "capped", "a later unit"], PPO | dict(
         staleness=1, importance_cap=1.1, max_iters=3, value_init="shared", kl_estimator="k2",

@@ -3,7 +3,6 @@ The trunk under LoRA in 4 bits, and AdamW with states of 8 bits (skipped where b
 work: pip install bitsandbytes); Adafactor, by hand.
 """
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -27,23 +26,6 @@ try:
 except Exception as e:
     trouble = f"bitsandbytes: {e}"
 needs_four_bits = pytest.mark.skipif(bool(trouble), reason=trouble)
-
-
-def test_a_map_in_two_layers_gets_four_bits_once(monkeypatch):
-    """As in Zamba, whose layers have layers inside them; a stand-in for bitsandbytes counts."""
-    made = []
-
-    class Linear4bit(torch.nn.Linear):
-        def __init__(self, n_in, n_out, bias, compute_dtype, quant_type, device):
-            super().__init__(n_in, n_out, bias, device)
-            made.append(self)
-
-    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(nn=SimpleNamespace(
-        Linear4bit=Linear4bit, Params4bit=lambda data, **_: torch.nn.Parameter(data, False))))
-    model = Model(random_model("llama", SIZES)).requires_grad_(False)
-    model.hf._no_split_modules = {"LlamaDecoderLayer", "LlamaMLP"}
-    small = quantize(model, CPU, torch.float32)
-    assert len(made) == sum(isinstance(m, Linear4bit) for m in small.modules()) > 6
 
 
 @needs_four_bits

@@ -117,11 +117,9 @@ def test_an_adapter_upon_an_adapter(tmp_path, capsys):
 
 AFMOE = EXPERTS | dict(num_dense_layers=0, head_dim=8)
 MAPS = {  # family: settings, targets, how many maps of a layer get an adapter, a part of no name
-    "mixtral": (EXPERTS, "", 4, "experts"),
     "phimoe": (EXPERTS, "", 4, "router"),  # its router is made from nn.Linear, but is more
     "biogpt": (SIZES, "", 6, "output"),  # its class does not name its blocks
     "hunyuan_v1_moe": (EXPERTS | dict(moe_topk=2, head_dim=8), "", 7, "wg"),
-    "afmoe": (AFMOE, "", 8, "router"),
     "gemma4_text": (EXPERTS | dict(
         enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, sliding_window=8,
         head_dim=8, global_head_dim=8), "", 7, "router"),

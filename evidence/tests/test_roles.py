@@ -1,7 +1,7 @@
 """
 Ranks with roles, and batches that are sampled ahead: a batch is always sampled by the version that
-`staleness` names; a run that was stopped goes on to the same. (That roles change nothing:
-test_knobs.py. Kills at any call: campaign.py.)
+`staleness` names. (That roles change nothing, and what goes on without them: test_knobs.py and
+test_by_hand_options.py. Kills at any call: campaign.py.)
 """
 import os
 import signal
@@ -9,7 +9,7 @@ import time
 
 import torch
 from small_world import rooms_of, wrap
-from tiny import ROOT, assert_one_line, assert_same_run, at, keys_of, read_log, run, well
+from tiny import ROOT, assert_one_line, assert_same_run, keys_of, run, well
 
 THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
 
@@ -74,22 +74,8 @@ def test_the_zero_of_a_reward_model_costs_no_batch(world, tmp_path):
     assert run("ppo.py", tmp_path, own, ranks=3, before=stops).codes == [0] * 3
     assert not os.path.exists(tmp_path / "out/log.jsonl")
     assert_same_run(whole, well("ppo.py", tmp_path, own, ranks=3), ("policy", "value_model"))
-
-
-def test_a_run_that_was_stopped_goes_on_without_roles(world, tmp_path):
-    """The batches that were sampled ahead are in the checkpoint: none is sampled again."""
-    own = keys_of(world, "ppo.py", staleness=1, checkpoint_interval=1, max_iters=4)
-    alone = well("ppo.py", tmp_path / "alone", own)
-    stopped = run("ppo.py", tmp_path, own | dict(roles=THREE), ranks=3,
-                  before=at(1, signal.SIGTERM))
-    assert stopped.codes == [0] * 3 and "checkpoint-000002" not in stopped.out[0], stopped
-    there = len(read_log(f"{tmp_path}/out"))
-    assert os.path.isdir(tmp_path / "out" / f"checkpoint-00000{there}")
-    assert_one_line(run("ppo.py", tmp_path, own | dict(staleness=2)), "ppo.py",
+    assert_one_line(run("ppo.py", tmp_path, own | dict(roles="", staleness=2)), "ppo.py",
                     "staleness = 1", "not 2")
-    out = well("ppo.py", tmp_path, own)
-    assert 0 < there < len(read_log(out))
-    assert_same_run(alone, out, ("policy", "value_model"), 1e-9)
 
 
 def test_a_copy_that_differs_ends_the_run(world, tmp_path):
