@@ -12,12 +12,8 @@ from options.sources import files_in
 KEPT = re.compile(r"(log|samples|rollouts)\.jsonl|.*\.safetensors|.*(config|index)\.json|"
                   r"(state|manifest|tokenizer|vocab|special_tokens_map|added_tokens)\.json")
 
-# pages without data, which tools fill
-PAGES = [os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
-         for name in ("page.html", "iteration.html")]
 
-
-def check_outputs(key, paths, sources, told=True):
+def check_outputs(key, paths, sources=(), told=True):
     """
     Raise BadInput where a tool may not write one of these paths, of its key such as --out; and say
     which of them is there already, if told. sources: the paths that the tool reads.

@@ -16,10 +16,10 @@ by a score to see what earns it: a reward that is being hacked shows at once.
 """
 import difflib
 import fnmatch
+import math
 import os
 import re
 import sys
-import textwrap
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -28,7 +28,7 @@ sys.path.insert(0, ROOT)
 
 from configurator import configure, read_keys, write_text  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
-from tools.outputs import PAGES, check_outputs  # noqa: E402
+from tools.outputs import check_outputs  # noqa: E402
 from tools.runs import config_of, fill_page, read_records, read_samples, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -50,11 +50,8 @@ PANELS = {
     "entropy (nats a response)": ("eval/entropy", "objective/entropy"),
     "responses that ended by themselves": ("eval/finished", "objective/finished"),
     "value loss, or supervised loss": ("loss/value", "eval/loss", "loss/sft", "loss/preference"),
-    "groups with nothing to learn": ("objective/flat_groups",),
     "gradient norm": ("policy/grad_norm", "reward_model/grad_norm"),
     "learning rate": ("policy/lr", "reward_model/lr"),
-    "policy loss": ("loss/policy",),
-    "tokens a second": ("time/tokens_per_second",),
 }
 # how the curves of held-out prompts and of training are drawn
 THICK, THIN = dict(linewidth=2, alpha=1.0), dict(linewidth=1, alpha=0.45)
@@ -121,15 +118,10 @@ def draw(shown):
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    columns = max(1, min(3, len(shown)))
-    lines = max(1, -(-len(shown) // columns))
-    room = 48 * columns  # letters beside each other
-    names = [textwrap.fill(name, room) for name in logs]
-    named = [*names, "held-out prompts", "training"]
-    beside = max(1, room // (8 + max(map(len, named))))  # names in a line of the legend
-    figure, axes = plt.subplots(
-        lines, columns, squeeze=False, layout="constrained",
-        figsize=(4.2 * columns, 2.9 * lines + 0.2 * len("\n".join(named[::beside]).split("\n"))))
+    columns = min(3, len(shown))
+    lines = math.ceil(len(shown) / columns)
+    figure, axes = plt.subplots(lines, columns, squeeze=False, layout="constrained", figsize=(
+        4.2 * columns, 2.9 * lines + 0.2 * (len(logs) + 2)))
     for axis, (title, keys) in zip(axes.flat, shown, strict=False):
         for number, records in enumerate(logs.values()):
             for key in keys:
@@ -138,23 +130,21 @@ def draw(shown):
                     axis.plot(*zip(*curve, strict=True), color=f"C{number}",
                               **(THICK if held_out else THIN),
                               marker="o" if held_out or len(curve) <= 2 else None, markersize=3)
-        axis.set_title(textwrap.fill(title, 48), fontsize=10)
+        axis.set_title(title, fontsize=10)
         axis.set_xlabel(place, fontsize=8)
         if place == "iteration":
             axis.xaxis.set_major_locator(MaxNLocator(
                 "auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-        axis.ticklabel_format(axis="y", useOffset=False, useMathText=True)
-        axis.yaxis.offsetText.set_fontsize(8)
+        axis.ticklabel_format(axis="y", useOffset=False)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)
-    handles = [Line2D([], [], color=f"C{number}", label=name) for number, name in enumerate(names)]
+    handles = [Line2D([], [], color=f"C{number}", label=name) for number, name in enumerate(logs)]
     handles += [Line2D([], [], color="black", label=label, **style)
                 for label, style in (("held-out prompts", THICK), ("training", THIN))]
-    figure.legend(handles=handles, loc="outside upper left", ncols=beside, fontsize=8,
-                  frameon=False)
+    figure.legend(handles=handles, loc="outside upper left", fontsize=8, frameon=False)
     figure.savefig(out, dpi=110)
 
 
@@ -199,7 +189,7 @@ if out and not out.endswith((".png", ".html")):
     raise BadInput(f"out = {out!r}: wanted a name that ends with .png or .html")
 if watch and not out.endswith(".html"):
     raise BadInput("watch is for a page; type --out=FILE.html")
-check_outputs("--out", [out] if out else [], PAGES, told=not watch)
+check_outputs("--out", [out] if out else [], told=not watch)
 paths = split_paths(runs, "runs")  # {short name: folder}
 logs, logged = read_logs()
 place = choose(against)[0] if against else "iteration"
@@ -230,5 +220,6 @@ if out.endswith(".html"):
     print(visible(f"saved {out}; open it in a browser"))
 elif out:
     titles = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
-    draw([(metric, (metric,)) for metric in choose(metrics)] or titles)
+    draw([(metric, (metric,)) for metric in choose(metrics)] or titles
+         or [(metric, (metric,)) for metric in logged[:6]])
     print(visible(f"saved {out}"))
