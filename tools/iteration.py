@@ -151,29 +151,22 @@ def compare_with_log(run, record):
               if x["iteration"] == record["iteration"]]
     if not logged:
         return print(f"{file} has no such iteration to compare with")
-    compared = {name: (record.get(name), x) for name, x in logged[-1].items()
-                if not name.startswith(("time/", "mem/", "run/", "eval/"))}
-    odd = {name: (a, b) for name, (a, b) in compared.items() if not is_same(a, b)}
+    there = {name: x for name, x in logged[-1].items()
+             if not name.startswith(("time/", "mem/", "run/", "eval/"))}
+    odd = [f"{name} {record.get(name)}, there {x}" for name, x in there.items()
+           if not is_same(record.get(name), x)]
     if not odd:
-        return print(f"all {len(compared)} figures are those of {file}")
-    some = [f"{name} {shown(a)}, there {shown(b)}" for name, (a, b) in list(odd.items())[:5]]
-    some += ["..."] * (len(odd) > 5)
-    print(visible(f"warning: {len(odd)} of {len(compared)} figures are not those of {file}: "
-                  f"{'; '.join(some)}. Another machine, torch or number of ranks rounds "
+        return print(f"all {len(there)} figures are those of {file}")
+    print(visible(f"warning: {len(odd)} of {len(there)} figures are not those of {file}: "
+                  f"{'; '.join(odd[:5])}. Another machine, torch or number of ranks rounds "
                   "differently; else its models, data or scripts have changed since"))
 
 
 def is_same(a, b):
-    """Whether two values of a log are the same to its digits; JSON has null for NaN."""
-    if isinstance(a, float) and not math.isfinite(a):
-        a = None
-    if all(isinstance(x, (int, float)) for x in (a, b)):
-        return abs(a - b) <= 1e-9 * max(abs(a), abs(b))
-    return a == b
-
-
-def shown(x):
-    return f"{x:.6g}" if isinstance(x, (int, float)) else str(x)
+    """Whether a value is that of a log, to nine digits; JSON has null for what is not finite."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-9)
+    return a == b or b is None and isinstance(a, float) and not math.isfinite(a)
 
 
 def look(names):
