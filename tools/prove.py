@@ -38,8 +38,8 @@ import transformers  # noqa: E402
 from errors import BadInput, first_line  # noqa: E402
 from prompts import read_rows  # noqa: E402
 from prove_seen import before, root_of  # noqa: E402
-from prove_words import (CAUSES, CHANGED, EXACT, FAILURES, LOOKS, MAY_DIFFER,  # noqa: E402
-                         NOTES, PIECES, PROMISES, REFUSED, WHY)
+from prove_words import (CAUSES, CHANGED, EXACT, LOOKS, MAY_DIFFER, NEEDS,  # noqa: E402
+                         NOTES, PIECES, PROMISES, REFUSED)
 
 torch.set_num_threads(1)
 TOLERANCE = 1e-7  # of sums in another order; mistakes change 1e-4 and more
@@ -168,19 +168,14 @@ def part(a, b, tolerance):
     a, b = ({x["iteration"]: x for x in notes if x["kind"] == "batch"} for notes in (a, b))
     for iteration in sorted(a.keys() & b.keys()):
         x, y = ({tuple(key): sums for *key, sums in of[iteration]["sums"]} for of in (a, b))
-        bad = {}  # {(kind, name, step): the two sums that differ most}
         for key in x | y:
             missing = [0.0, 0.0] if key[0] == "gradient" else []  # a step that one run lacks
             pairs = zip(x.get(key, missing), y.get(key, missing), strict=False)
             worst = max(pairs, key=lambda pair: gap(*pair), default=(0.0, 0.0))
             if gap(*worst) > max(tolerance, 1e-12):
-                bad[key] = worst
-        # the script's own names only say where: a rank's may be its share
-        own = [name for _, name, _ in bad if name in a[iteration]["own"]]
-        for (kind, name, step), worst in bad.items():
-            if name not in own:
+                kind, name, step = key
                 return dict(kind=kind, iteration=iteration, name=name, step=step, a=worst[0],
-                            b=worst[1], own=own)
+                            b=worst[1])
     return None
 
 
@@ -365,19 +360,16 @@ class Proof:
         return ends
 
     def why(self, said):
-        """The cause of a small run's failure, by what it says; and what to type."""
-        named = [name for name in self.keys if f"{name} = " in said]
-        values = [name for name, x in self.keys.items() if isinstance(x, str) and (
-            repr(x) in said or re.search(r"[./]", x) and x in said)]
-        named = {*named, *([name for name in values if name in self.typed] or values)}
-        kind = next((kind for kind, form in FAILURES if re.search(form, said)), "own")
-        if kind in ("models", "own") and named:  # a key has made it fail
-            return ", and ".join(WHY["typed" if name in self.typed else "small"].format(
-                name=name, value=self.keys[name]) for name in sorted(named))
+        """What may be the cause of a small run's failure, by what it says; and what to type."""
+        named = [name for name, x in self.keys.items() if f"{name} = " in said or isinstance(
+            x, str) and (repr(x) in said or re.search(r"[./]", x) and x in said)]
+        lines = [f"--{name} is what you typed" if name in self.typed else
+                 f"{name} is {self.keys[name]!r} here" for name in named]
         path = next((name for name in ("prompts_path", "train_path") if name in self.keys), "KEY")
         rows = "those that you typed" if path in self.typed else vars(self.world).get(
             "read", "the tool's own")
-        return WHY[kind].format(path=path, batch=self.keys.get("batch_size"), rows=rows)
+        return "; ".join([*lines, NEEDS.format(
+            path=path, batch=self.keys.get("batch_size"), rows=rows)])
 
     def check(self, name, promise, changed, other):
         """Compare a run with another one; returns where they part, or None."""
@@ -436,9 +428,6 @@ class Proof:
             weights=f"the weight {name}")[kind]
         where = "at the end" if iteration is None else f"iteration {iteration}"
         lines = [f"first: {where}, {what}: {short(found)}"]
-        if found.get("own"):
-            lines.append("  the script's own names that differ there, in its order: "
-                         + ", ".join(found["own"][:6]))
         if kind not in ("metric", "log"):
             lines += [f"  in the log: {x['name']}, {short(x)}; weights differ by up to "
                       f"{found['moved']:.2g}" for x in found["logged"]]
@@ -451,10 +440,6 @@ class Proof:
             lost.pop("gradients", 0)
         lines += [f"where it resumes, `{name}` is not as in the run that was not stopped: "
                   f"{a[:60]}, resumed {b[:60]}" for name, (a, b) in [*lost.items()][:4]]
-        for name, other in self.found.items():
-            if other and not lost and all(other.get(x) == found.get(x) for x in (
-                    "kind", "name", "iteration", "step")):
-                return [*lines, f"the same place as above ({name}): likely the same mistake"]
         return lines + likely(promise, kind)
 
 

@@ -159,17 +159,11 @@ def see(rooms, how, now, path, root):
         return norms
 
     def logged(run, record, batch=None, *args):
-        columns, own = [], []
-        if batch:
-            names = sys._getframe(2).f_globals  # the script's
-            own = [name for name, x in names.items() if name not in batch
-                   and isinstance(x, torch.Tensor) and x.is_floating_point()]
-            columns = [["column", name, None, sums_of(x, batch)]
-                       for name, x in [*batch.items(), *((name, names[name]) for name in own)]
-                       if name not in ("index", "begins", "lengths")]
-            if how.get("watch") == run.iteration:
-                now.batch = {name: x.clone() for name, x in batch.items()}
-        write("batch", iteration=run.iteration, own=own, sums=columns + now.gradients)
+        columns = [["column", name, None, sums_of(x, batch)] for name, x in (batch or {}).items()
+                   if name not in ("index", "begins", "lengths")]
+        if batch and how.get("watch") == run.iteration:
+            now.batch = {name: x.clone() for name, x in batch.items()}
+        write("batch", iteration=run.iteration, sums=columns + now.gradients)
 
     def over(run, *args):
         for name, parameters in learned.items():

@@ -28,20 +28,10 @@ CHANGED = dict(score="the score of one response, 3 higher and 3 lower; its log-p
 # errors by which a run itself refuses what breaks a promise
 REFUSED = (r"run\.state|optimizer keeps|has a trained parameter|before any update|drifted apart|"
            "is not finite|the metric")
-FAILURES = [  # what a small run says that fails: the first that fits is the kind of cause
-    ("lacks", r"No module named|ImportError|pip install|; cp QUARTET"),
-    ("rows", r"reward '.*failed|environment = .*failed|line \d+: |row \d+: |field '"),
-    ("models", r"GPT2|transformer\.|LoRA target|KeyError: '<|has no attribute|vocab"),
-    ("rows", r"KeyError")]
-WHY = dict(  # and what to type
-    typed="--{name} is what you typed",
-    lacks="it lacks what it names: bring it, or leave the key out that needs it",
-    rows="its rows are {rows}: type --{path}=FILE, rows that your functions can read",
-    models="its models are GPT-2's of 16 numbers a token, whose tokens are bytes: type "
-           "--policy_path=FOLDER of a small one of yours, and other models' folders",
-    small="it has {name} = {value!r}: type another --{name}=",
-    own="if your own command does not end so, type what the page needs of yours: rows (--{path}=), "
-        "models (--policy_path=) or sizes, such as --batch_size, which is {batch} here")
+NEEDS = (  # of the fork, where a small run fails
+    "the small run's models are GPT-2's of 16 numbers a token, whose tokens are bytes, its rows "
+    "are {rows}, its batch_size is {batch}: if your own command does not end so, type what it "
+    "needs of yours: --policy_path=FOLDER of a small model, --{path}=FILE, --batch_size=")
 LOOKS = dict(  # what one run shows
     zero="the gradient of {name!r} is exactly 0 in an iteration's first step: a loss "
          "without gradient (old_logprobs without detach, a detach or no_grad too many, no "

@@ -94,7 +94,7 @@ def test_recipes_that_are_whole_papers(name, only, tmp_path):
     ("ROOT/grpo.py --only=ids --reward_functions=mine.py:f", 3, [
         "difficulty", "rl_train.jsonl: no such file", "--prompts_path="]),
     ("ROOT/sft.py --only=parts --train_path=mine.py", 3, ["mine.py", "that you typed"]),
-    ("ROOT/grpo.py --only=ids --reward_functions=mine.py:g", 3, ["no_package", "bring it"]),
+    ("ROOT/grpo.py --only=ids --reward_functions=mine.py:g", 3, ["no_package", "needs of yours"]),
     ("ROOT/grpo.py --only=ids --lora=2:4:q_proj", 3, ["q_proj", "GPT-2", "--policy_path="]),
     ("mine/grpo.py --only=ids", 3, ["NameError", "(mine/grpo.py, line ", "--batch_size"])])
 def test_what_is_typed_wrong_is_one_line(typed, code, words, capsys):
