@@ -19,6 +19,7 @@ A share is that of the limit, the seconds that this machine needs at the least: 
 matrices at the speed of one large product, or for the bytes that it must read and write at the
 speed of a copy, if that takes longer (tools/work.py).
 """
+import contextlib
 import itertools
 import json
 import math
@@ -43,8 +44,9 @@ from load import auto_class, autocast, load  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rollout import decode, decoding_copy, response_uniforms  # noqa: E402
 from run import make_optimizer  # noqa: E402
+from tools.memory import dry_run, read_run  # noqa: E402
 from tools.runs import read_records, typed  # noqa: E402
-from tools.work import limits, products  # noqa: E402
+from tools.work import bandwidth, counted, least_of, often, products, work_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 work = "sampling,ppo,grpo"  # to be measured: these, or some of them, or update
@@ -271,6 +273,23 @@ def iterations(script, folder, keys):
         return records[1:keys["max_iters"]]
 
 
+def limits(script, keys, P, mean, device):
+    """
+    Of an iteration with these keys, {key: value}, on the device that is there: {phase: the least
+    seconds}, as the log has its phases, and the Counts of work_of.
+    """
+    _, config = read_run([script, *typed(keys)])
+    with contextlib.redirect_stdout(None), dry_run(script, config) as run:
+        counts = work_of(script, config, counted(script, run, P, mean), P, mean)
+    dtype, steps = getattr(torch, config["dtype"]), often(script, config, P, mean).steps + 1
+    card = dict(flop=products(device, dtype), link=math.inf,
+                bandwidth=bandwidth(device, counts["sampling"].nbytes / steps))
+    least = {phase: seconds for phase, (seconds, _) in least_of(counts, card).items()}
+    found = dict(rollout=least["sampling"], update=least["update"],
+                 score=least.get("scoring", 0) + least["reading"])
+    return found | dict(iteration=sum(found.values())), counts
+
+
 if __name__ == "__main__":
     if not set(work.split(",")) <= {"sampling", "update", "ppo", "grpo"}:
         raise BadInput(f"work = {work!r}: wanted sampling,update,ppo,grpo or some of them")
@@ -286,7 +305,7 @@ if __name__ == "__main__":
           f"{max_new_tokens} tokens to prompts of {prompt_length}")
 
     def needs(script, P, R, mean, **keys):
-        """{phase: its limit in seconds}, {phase: its Phase} of these responses; see limits."""
+        """{phase: its limit in seconds}, {phase: its Count} of these responses; see limits."""
         keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size, max_new_tokens=R,
                     dtype=system.dtype, head_chunk=system.head_chunk) | keys
         return limits(script, keys_of(script, folder, keys), P, round(mean), device)

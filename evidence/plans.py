@@ -121,11 +121,12 @@ def cpu_rows():
         with tempfile.TemporaryDirectory() as folder:
             make_models(folder, sizes_of_llama(*sizes), P, R, 0.0, system, ppo=True)
             of = typed(keys_of(script, folder, dict(max_new_tokens=R, max_iters=4) | keys))
-            text = printed([sys.executable, f"{ROOT}/tools/plan.py", script, *of,
-                            f"--gpus={number}xcpu", "--measure", f"--length={R}"], folder, env=env)
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
-            printed([sys.executable, *torchrun[:4 * (number > 1)], f"{ROOT}/{script}.py", *of,
-                     "--out_dir=run", "--device_type=cpu"], folder, env=env)
+            python = [sys.executable, *torchrun[:4 * (number > 1)]]
+            text = printed([*python, f"{ROOT}/tools/plan.py", script, *of, f"--gpus={number}xcpu",
+                            "--measure", f"--length={R}"], folder, env=env)
+            printed([*python, f"{ROOT}/{script}.py", *of, "--out_dir=run", "--device_type=cpu"],
+                    folder, env=env)
             records = read_records(f"{folder}/run/log.jsonl")[1:4]
         lines = (line.split() for line in text.splitlines() if line.endswith(" s"))
         found = {line[0]: float(line[-2]) for line in lines}

@@ -5,11 +5,6 @@ all_reduce. They are the run's own functions, on random weights and at the run's
 with 4 layers; by a straight line from these to all layers.
 """
 import contextlib
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from types import SimpleNamespace
 
@@ -17,10 +12,7 @@ import torch
 
 import ranks
 import rollout
-from errors import BadInput
 from tools import memory, work
-
-INNER = "QUARTET_PLAN"  # a file for the seconds that ranks of torchrun have measured
 
 
 class Clock:
@@ -51,7 +43,10 @@ class Clock:
 
 
 def measure(script, config, P, mean):
-    """{(phase, what is at work): seconds}: of "responses" of one step, elsewhere of one call."""
+    """
+    {(phase, what is at work): seconds}: of "responses" of one step, elsewhere of one call. All
+    ranks that torchrun has started call it.
+    """
     system = SimpleNamespace(**config)
     device = ranks.init(system)  # COLLECTIVE
     of, seconds = work.often(script, config, P, mean), {}
@@ -105,22 +100,3 @@ def phases_of(script, config, P, mean, took):
         return times.get(part[1], passes * of.micro) * took[part]
 
     return work.of_iteration(script, config, P, mean, took, seconds, 0.0)
-
-
-def on_ranks(argv, script, config, P, mean):
-    """`measure`, with a process for each rank of the configuration that has a device here."""
-    count = config["world_size"]
-    if config["device_type"] != "cpu":
-        count = min(count, torch.cuda.device_count())
-    if count == 1:
-        return measure(script, config, P, mean)
-    plan = os.path.join(os.path.dirname(os.path.abspath(__file__)), "plan.py")
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as f:
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone",
-             f"--nproc_per_node={count}", plan, *argv, f"--prompt={P}", f"--length={mean}"],
-            env=os.environ | {INNER: f.name}, capture_output=True, text=True)
-        text = f.read()
-    if done.returncode or not text:
-        raise BadInput(f"--measure on {count} ranks failed: {done.stderr.strip()[-300:]}")
-    return {tuple(key.split()): seconds for key, seconds in json.loads(text).items()}

@@ -108,17 +108,16 @@ def read_run(argv):
 
 def take(argv, keys):
     """({name: value} of a tool's own keys, the other arguments). --gpu-gb is --gpu_gb."""
-    values, others = {name: key.default for name, key in keys.items()}, []
-    for arg, behind in zip(argv, [*argv, "VALUE"][1:], strict=True):
-        name, equals, value = arg[2:].partition("=")
+    own, others = [], []
+    for arg, behind in zip(argv, [*argv[1:], "--"], strict=True):
+        name, equals, value = arg.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if not arg.startswith("--") or name not in keys:
-            others.append(arg)
-        elif not equals:
-            raise BadInput(f"a value is missing: type {arg}={behind}")
+        if name in keys:
+            own += [f"--{name}{equals}{value}"] + [behind] * (not equals)  # for the error
         else:
-            values[name], _ = read_arguments(keys, [f"--{name}={value}"])[name]
-    return values, others
+            others.append(arg)
+    values = read_arguments(keys, own)
+    return {name: values.get(name, [key.default])[0] for name, key in keys.items()}, others
 
 
 def sizes_of(script, config):
@@ -142,12 +141,19 @@ def sizes_of(script, config):
 
 
 class Count(NamedTuple):
-    """What a rank does in a block: operations in products of matrices, and in attention (FLOP);
-    and the bytes that it sends to other ranks, which are as many as it receives."""
+    """What a rank does: operations in products of matrices, and in attention (FLOP); the bytes that
+    it sends to other ranks, as many as it receives; and those of its memory, which work.py adds."""
 
     flop: float = 0.0
     attention: float = 0.0
     sent: float = 0.0
+    nbytes: float = 0.0
+
+    def __add__(self, other):
+        return Count(*(x + y for x, y in zip(self, other, strict=True)))
+
+    def __mul__(self, factor):
+        return Count(*(factor * x for x in self))
 
 
 class Tracker(MemTracker):
@@ -176,8 +182,7 @@ class Tracker(MemTracker):
             where = torch.empty(self.chosen, args[1][0].dim(), dtype=torch.int64)
             args = args[0], list(where.unbind(1))
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        more = count_of(func._overloadpacket, args, kwargs or {}, out)
-        self.count = Count(*(x + y for x, y in zip(self.count, more, strict=True)))
+        self.count += count_of(func._overloadpacket, args, kwargs or {}, out)
         return out
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ It prints three kinds of seconds, which are not to be mixed:
 
   limit     what the datasheet allows: tools/work.py counts operations and bytes. No run is faster
   measured  with --measure, on the device that is there, see measure.py; without the disk, without
-            compile, and without what rules compute
+            compile, and without what rules compute. Of several ranks with torchrun in front
   range     without a device: how many times their limit published runs take, see PUBLISHED
 """
 import json
@@ -67,6 +67,7 @@ def read_card(gpus, file):
     if not found or not 0 < int(found[1]) <= 10**5:
         raise BadInput(f"gpus = {gpus!r}: wanted a number and a card: type --gpus=8xH100")
     number, name = int(found[1]), found[2]
+    cards = {card.lower(): dict(zip(FIELDS, x, strict=True)) for card, x in CARDS.items()}
     if file:
         try:
             with open(file, encoding="utf-8") as f:
@@ -74,21 +75,15 @@ def read_card(gpus, file):
             card = {field: float(card[field]) for field in FIELDS}
             if not all(0 < x < 1e9 for x in card.values()):
                 raise ValueError("a number is not above 0")
-        except OSError as e:
-            raise BadInput(f"card = {file!r}: {e.strerror}; type the path of a JSON file") from e
-        except (ValueError, KeyError, TypeError) as e:
-            h100 = json.dumps(dict(zip(FIELDS, CARDS["H100"], strict=True)))
-            why = f"{e} is not there" if isinstance(e, KeyError) else e
-            raise BadInput(f"card = {file!r}: {why}; wanted JSON such as {h100}") from e
-    elif name.lower() == "cpu":
-        return number, "cpu", {}
+        except (OSError, ValueError, LookupError, TypeError) as e:
+            raise BadInput(f"card = {file!r}: {e}; type the path of JSON with all that this has: "
+                           f"{json.dumps(cards['h100'])}") from e
     else:
-        known = {card.lower(): card for card in CARDS}
-        if name.lower() not in known:
+        card = cards.get(name.lower(), {})
+        if not card and name.lower() != "cpu":
             raise BadInput(f"gpus = {gpus!r}: no card of that name; known are {', '.join(CARDS)} "
                            "and cpu; for others type --card=FILE")
-        card = dict(zip(FIELDS, CARDS[known[name.lower()]], strict=True))
-    if number > MACHINE:
+    if card and number > MACHINE:
         card["link"] = min(card["link"], NETWORK)
     return number, name, card
 
@@ -139,7 +134,7 @@ def report(script, config, own, card, P, means, counts, speed, took):
         nbytes = 12 * sum(own for _, own in numbers.values()) / config["checkpoint_interval"]
         moved["checkpoints"] = nbytes, DISK, "disk"
     for phase, (nbytes, rate, bound) in moved.items():
-        works[0][phase] = work.Phase(nbytes=nbytes)
+        works[0][phase] = memory.Count(nbytes=nbytes)
         for at in least:
             at[phase] = nbytes / rate / 1e9, bound
     took = measure.phases_of(script, config, P, means[0], took) if took else {}
@@ -172,6 +167,8 @@ def report(script, config, own, card, P, means, counts, speed, took):
               + f"{span(money, '{:.4g}'.format):>20}" * bool(own["price"]))
     print(f"\nAt its start the run reads {gigabytes:.3g} GB of models (a disk of {DISK} GB/s).\n"
           "The seconds of rules, as rewards, come on top.")
+    if took and int(os.environ.get("WORLD_SIZE") or 1) < config["world_size"]:
+        print("Measured without the links between ranks: type torchrun --nproc_per_node=N in front")
     if not took and largest <= 3e9:
         print("No range: below 3B parameters launching kernels takes longest (docs/scale.md):\n"
               "--measure on one card of the kind tells.")
@@ -213,12 +210,8 @@ def main(argv):
     if own["length"] > longest:
         raise BadInput(f"length = {own['length']}: the longest is {longest}")
     means = [own["length"]] if own["length"] else [longest, max(longest // 2, 1)]
-    if measure.INNER in os.environ:  # a rank of measure.on_ranks
-        took = measure.measure(script, config, P, means[0])
-        if os.environ["RANK"] == "0":
-            with open(os.environ[measure.INNER], "w", encoding="utf-8") as f:
-                json.dump({" ".join(key): seconds for key, seconds in took.items()}, f)
-        return
+    if int(os.environ.get("RANK") or 0) > 0:  # rank 0 counts, and prints
+        return own["measure"] and measure.measure(script, config, P, means[0])  # COLLECTIVE
     print(f"{script}.py on {number} x {name}, {config['dtype']}, {config['batch_size']} rows an "
           f"iteration\nprompts of {P} tokens ({where}), responses of {means[0]}, the longest of "
           f"{longest}", flush=True)
@@ -233,7 +226,7 @@ def main(argv):
             raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
     counts = {mean: work.counted(script, run, P, mean) for mean in means}
     speed = speed_of(card, config)
-    took = measure.on_ranks(argv, script, config, P, means[0]) if own["measure"] else {}
+    took = own["measure"] and measure.measure(script, config, P, means[0])  # COLLECTIVE
     report(script, config, own, card, P, means, counts, speed, took)
     if fits:
         found = work.helpful(script, config, counts[means[0]], fits, P, means[0], speed, depths)

@@ -1,7 +1,7 @@
 """
-What an iteration of a run computes, reads and sends, on each rank: for tools/plan.py, and for the
-limits that evidence/bench.py prints. The dry run of tools/memory.py counts the products of matrices
-for one row, through the run's own functions: so all keys and families are as they are there.
+What an iteration of a run computes, reads and sends, on each rank: for tools/plan.py. The dry run
+of tools/memory.py counts the products of matrices for one row, through the run's own functions: so
+all keys and families are as they are there.
 
 The least seconds of a phase are the longest of three, because a device can do them at once:
 
@@ -23,23 +23,9 @@ import torch
 
 from errors import BadInput
 from options.trunk import layers_of
-from tools.memory import (FEWEST, MOST, Count, build, dry_run, fitting, read_run, say_progress,
-                          sizes_of, without_files)
+from tools.memory import (FEWEST, MOST, Count, build, dry_run, fitting, say_progress, sizes_of,
+                          without_files)
 from tools.runs import typed
-
-
-class Phase(NamedTuple):
-    """What a rank does in a phase: operations, bytes of its memory, bytes that it sends."""
-
-    flop: float = 0.0
-    nbytes: float = 0.0
-    sent: float = 0.0
-
-    def __add__(self, other):
-        return Phase(*(x + y for x, y in zip(self, other, strict=True)))
-
-    def __mul__(self, factor):
-        return Phase(*(factor * x for x in self))
 
 
 class Often(NamedTuple):
@@ -202,8 +188,8 @@ def dry_run_by_lines(script, config, depths, wanted):
 
 def work_of(script, config, count, P, mean):
     """
-    {phase: Phase} of an iteration, see of_iteration; the gradients' all_reduce is a phase of its
-    own. count: of counted.
+    {phase: Count} of an iteration, see of_iteration, all its operations as flop; the gradients'
+    all_reduce is a phase of its own. count: of counted.
     """
     counts, cache, numbers, rows = count
     width = getattr(torch, config["dtype"]).itemsize
@@ -211,27 +197,28 @@ def work_of(script, config, count, P, mean):
     def cost(part, of):
         phase, name = part
         if phase == "gradients":
-            return Phase(sent=of.updates * counts["update", "step"].sent)
+            return Count(sent=of.updates * counts["update", "step"].sent)
         c = counts[part]
         if name == "step":
-            return Phase(of.updates * c.flop)
+            return Count(of.updates * c.flop)
         read, trained = numbers[name if name in numbers else "policy"]
         if name == "prompts":
-            return Phase(of.prompts * (c.flop + c.attention), of.waves * read * width, c.sent)
+            return Count(of.prompts * (c.flop + c.attention), sent=c.sent,
+                         nbytes=of.waves * read * width)
         if name == "responses":
             tokens = of.rows * (mean - 1)
             far = (P + mean / 2) / max(P + mean - 1, 1)  # as the attention of the average step
-            return Phase(tokens * (c.flop + c.attention * far),
-                         of.steps * read * width + tokens * (P + mean / 2) * cache)
+            return Count(tokens * (c.flop + c.attention * far),
+                         nbytes=of.steps * read * width + tokens * (P + mean / 2) * cache)
         of_row, nbytes, states, row = c.flop + c.attention, read * width, 0, rows[name]
         if phase == "update":  # backward the weights are read again, and the gradients added to
             nbytes = 2 * nbytes + 8 * trained
             states = 2 * (row["weights"] + row["optimizer"]) + row["gradients"]
         passes = of.epochs if phase == "update" else 1
-        return Phase(passes * of.rows * of_row, passes * of.micro * nbytes + of.updates * states,
-                     passes * of.micro * c.sent)
+        return Count(passes * of.rows * of_row, sent=passes * of.micro * c.sent,
+                     nbytes=passes * of.micro * nbytes + of.updates * states)
 
-    return of_iteration(script, config, P, mean, [*counts, ("gradients", "step")], cost, Phase())
+    return of_iteration(script, config, P, mean, [*counts, ("gradients", "step")], cost, Count())
 
 
 def least_of(work, card):
@@ -249,25 +236,8 @@ def least_of(work, card):
     return found
 
 
-def limits(script, keys, P, mean, device):
-    """
-    Of an iteration with these keys, {key: value}, on the device that is there: {phase: the least
-    seconds}, as the log has its phases, and the Phases of work_of.
-    """
-    _, config = read_run([script, *typed(keys)])
-    with contextlib.redirect_stdout(None), dry_run(script, config) as run:
-        work = work_of(script, config, counted(script, run, P, mean), P, mean)
-    dtype, steps = getattr(torch, config["dtype"]), often(script, config, P, mean).steps + 1
-    card = dict(flop=products(device, dtype), link=math.inf,
-                bandwidth=bandwidth(device, work["sampling"].nbytes / steps))
-    least = {phase: seconds for phase, (seconds, _) in least_of(work, card).items()}
-    found = dict(rollout=least["sampling"], update=least["update"],
-                 score=least.get("scoring", 0) + least["reading"])
-    return found | dict(iteration=sum(found.values())), work
-
-
 # -------------------------------------------------------------------------------------------------
-# four keys that may help
+# keys that may help
 
 
 def total(script, config, count, P, mean, speed):
@@ -276,39 +246,33 @@ def total(script, config, count, P, mean, speed):
     return sum(seconds for seconds, _ in found.values())
 
 
-def with_most(script, config, fits):
-    """These keys with as many rows as fit. fits: of memory.fitting."""
-    *_, P, R = sizes_of(script, config)
-    rows = min(fits[phase][0] for phase in ("reading", "update"))
-    most = dict(rollout_batch_size=fits["rollout"][0]) if "rollout" in fits else {}
-    return config | most | dict(micro_batch_tokens=rows * (P + R))
-
-
 def helpful(script, config, count, fits, P, mean, speed, depths):
-    """[(seconds saved, keys to type)] of the four keys that save some, the best first."""
-    now, most = total(script, config, count, P, mean, speed), with_most(script, config, fits)
-    found = []
-    for key in ("rollout_batch_size", "micro_batch_tokens"):
-        if most.get(key, config.get(key)) != config.get(key):
-            after = config | {key: most[key]}
-            found.append((now - total(script, after, count, P, mean, speed), {key: most[key]}))
-    others = [dict(zero_stage=x) for x in ("", "2", "3")
-              if config["world_size"] > 1 and x != config["zero_stage"]]
-    others.append(dict(head_chunk=0 if config["head_chunk"] else 1024))
-    for other in others:
-        say_progress(f"with {' '.join(typed(other))}")
-        try:
-            with contextlib.redirect_stdout(None):
-                run = dry_run_by_lines(script, config | other, depths, [one_row(script, P, mean)])
-        except BadInput:
-            continue  # such as stage 3 with adafactor
-        fits = fitting(script, config | other, run[2])
+    """
+    [(seconds saved, keys to type)] of as many rows as fit, and of two keys with as many, which save
+    some, the best first. count, fits: of counted and memory.fitting.
+    """
+    now, found = total(script, config, count, P, mean, speed), []
+    *_, prompt, longest = sizes_of(script, config)
+    changes = [{}, *(dict(zero_stage=x) for x in ("", "2", "3") if config["world_size"] > 1
+                     and x != config["zero_stage"]),
+               dict(head_chunk=0 if config["head_chunk"] else 1024)]
+    for change in changes:
+        if change:
+            say_progress(f"with {' '.join(typed(change))}")
+            try:
+                with contextlib.redirect_stdout(None):
+                    run = dry_run_by_lines(
+                        script, config | change, depths, [one_row(script, P, mean)])
+            except BadInput:
+                continue  # such as stage 3 with adafactor
+            count, fits = counted(script, run, P, mean), fitting(script, config | change, run[2])
         if all(rows for rows, _ in fits.values()):  # not, where one row does not fit
-            after = with_most(script, config | other, fits)
-            keys = {key: after[key] for key in (
-                *other, "rollout_batch_size", "micro_batch_tokens") if key in after}
-            count = counted(script, run, P, mean)
-            found.append((now - total(script, after, count, P, mean, speed), keys))
+            rows = min(fits[phase][0] for phase in ("reading", "update"))
+            most = dict(micro_batch_tokens=rows * (prompt + longest))
+            if "rollout" in fits:
+                most["rollout_batch_size"] = fits["rollout"][0]
+            after = config | change | most
+            found.append((now - total(script, after, count, P, mean, speed), change | most))
     return sorted((x for x in found if x[0] > 0.002 * now), key=lambda pair: -pair[0])
 
 

@@ -13,9 +13,8 @@ from errors import BadInput
 
 import torch
 
-from evidence.bench import ROOT, iterations, keys_of, make_models, printed
+from evidence.bench import ROOT, iterations, keys_of, limits, make_models, printed
 from ranks import choose_device
-from tools.work import limits
 
 # --------------------------------------------------------------------------------------------------
 rows = "all"  # or some of them, as ppo_full,grpo_real
