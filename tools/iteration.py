@@ -1,12 +1,8 @@
 """
-All responses of an iteration, token by token, as a page for a browser; for explain.py:
-
-python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/seven.html
-python tools/explain.py --run=out/arithmetic_ppo --out=out/newest.html
-
-ppo.py or grpo.py runs again, from the last checkpoint before the iteration, or from the beginning,
-with the keys that the run had then, in a temporary folder; and its variables are looked at. Nothing
-is random but by name, so all numbers are the run's own; they are compared with its log.
+For explain.py: a run's script again, in a temporary folder, whose variables are looked at; and all
+responses of an iteration, as a page. The script starts from the last checkpoint before that, or
+from the beginning, with the keys that the run had then. Nothing is random but by name, so all
+numbers are the run's own; they are compared with its log.
 """
 import math
 import os

@@ -176,12 +176,8 @@ def meanings():
     file, found = os.path.join(ROOT, "docs", "running.md"), {}
     text = open(file, encoding="utf-8").read() if os.path.exists(file) else ""
     for names, meaning in re.findall(r"(?m)^\| (`[^|]+`[^|]*) \|[^|]*\| (.+) \|$", text):
-        names = re.findall(r"`([\w/.]+)`", names)
         meaning = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", meaning).replace("`", "")
-        parts = meaning.split("; ")  # one for each name, or all for all
-        for name, part in zip(names, parts if len(parts) == len(names) else [meaning] * len(names),
-                              strict=True):
-            found[name] = part
+        found |= dict.fromkeys(re.findall(r"`([\w/.]+)`", names), meaning)
     return found
 
 

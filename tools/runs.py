@@ -184,7 +184,7 @@ def read_samples(file):
     samples = read_records(file)
     for number, sample in enumerate(samples, 1):
         try:
-            sample["text"] = response_of(sample)
+            sample["text"] = response_of(sample["text"], sample.get("messages"))
             sample["scores"] = {name: x for name, x in sample["scores"].items()
                                 if isinstance(x, (int, float))}
         except (TypeError, KeyError, AttributeError) as e:
@@ -192,19 +192,18 @@ def read_samples(file):
     return samples
 
 
-def response_of(sample):
-    """The response of a sample as one text; of several turns, with the messages in between."""
-    if "messages" not in sample:
-        return sample["text"]
+def response_of(text, messages):
+    """A response as one text; of several turns, with the messages in between."""
+    if messages is None:
+        return text
     return " ".join(m["content"].strip() if m["role"] == "assistant" else
-                    f"[{m['role']}: {m['content'].strip()}]" for m in sample["messages"])
+                    f"[{m['role']}: {m['content'].strip()}]" for m in messages)
 
 
 def texts_as_read(texts):
     """[response_of each response] in the texts that batches.texts_of gives."""
     dialogues = texts.get("dialogues") or [None] * len(texts["completions"])
-    return [response_of(dict(text=text) | (dict(messages=said) if said is not None else {}))
-            for text, said in zip(texts["completions"], dialogues, strict=True)]
+    return list(map(response_of, texts["completions"], dialogues))
 
 
 def fill_page(file, title, data):
