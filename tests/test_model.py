@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from batches import right_pad
 from byte_tokenizer import write_byte_tokenizer
-from checkpoint import save_final
 from errors import BadInput
 from load import load, load_value_model
 from model import scaled_logits
@@ -167,12 +166,6 @@ def test_a_broken_folder_is_one_line(world, tmp_path, what):
     assert "\n" not in str(e.value) and word in str(e.value) and not (folder / "ran").exists()
 
 
-@pytest.mark.parametrize("path", ["out/nothing", "nothing", ""])
-def test_names_that_are_no_models(path):
-    with pytest.raises(BadInput, match="no such folder"):
-        load(path, "policy", keys_of_system(), CPU)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_softmax_of_16_bits_is_computed_in_float32(dtype):
     """0.07 nats would be lost by a softmax in bfloat16."""
@@ -208,9 +201,9 @@ UNITS = {  # name: scores of some batches, one after the other; and the unit for
     "one": [([5], 1)]}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_new_value_heads_unit_follows_the_scores(tmp_path, dtype):
-    """No value jumps, not by a bit; and transformers reads the same values from what is saved."""
+    """No value jumps, not by a bit. (What is saved: test_by_hand.py.)"""
     system = keys_of_system(dtype=dtype, master_weights=dtype != "bfloat16")
     policy = load(written(tmp_path / "policy", random_model("gpt2", BASE | FAMILIES["gpt2"])),
                   "policy", system, CPU, trained=True)
@@ -231,13 +224,3 @@ def test_a_new_value_heads_unit_follows_the_scores(tmp_path, dtype):
             assert torch.equal(values[0], values[-1]), name
             if len(values) == 1:  # the head is drawn in units
                 assert torch.equal(model.hf.score.weight, drawn), name
-        if name == "another size":
-            save_final(str(tmp_path), "value_model", model)
-            want = values[0]
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "value_model", dtype=getattr(torch, dtype))
-    model = load(str(tmp_path / "value_model"), "value", system, CPU, "scalar")
-    for read in (lambda ids: theirs(torch.tensor([ids])).logits[0, 0],
-                 lambda ids: model.scores(torch.tensor([ids]), torch.tensor([len(ids) - 1]))[0]):
-        found = torch.stack([read(ids) for ids in TEXTS])
-        assert (found - want).abs().max() < (0.02 if dtype == "bfloat16" else 1e-5)

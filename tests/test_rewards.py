@@ -11,7 +11,7 @@ from load import load
 from prompts import Rows, prompt_row, read_rows
 from rewards import (add_scores, same_score_for_same_text, check_rows, last_real,
                      reward_terms, score_batch, score_sequences)
-from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
+from tiny import jsonl, keys_of_system, write
 
 NAN = float("nan")
 
@@ -196,17 +196,3 @@ def test_accuracy_is_computed_once_and_fails_as_a_reward(monkeypatch):
         with pytest.raises(Stop, match="'accuracy' failed .*ZeroDivision"):
             score_batch(dict(sampled), rows, reward_terms(spec), policy, None, 1, keys_of_system(),
                         "cpu")
-
-
-def test_data_of_which_some_rows_have_answers(world, tmp_path):
-    """
-    Refills put groups with and without answers into one batch: all batches have the same columns.
-    The mean of the accuracy is only said where all rows have an answer.
-    """
-    prompts = jsonl(tmp_path / "rows.jsonl", [
-        dict(prompt=letter, answer=letter if i % 2 else None)
-        for i, letter in enumerate("abcdefgh")])  # of odd length: all groups are flat
-    keys = keys_of(world, "grpo.py", prompts_path=prompts, max_refills=2, eval_path="",
-                   reward_functions=f"{world.rules}:sometimes,0.1*length")
-    log = read_log(well("grpo.py", tmp_path, keys))
-    assert [record["iteration"] for record in log] == [0, 1, 2, 3]

@@ -168,28 +168,28 @@ def test_other_tokenizers_that_add_a_blank(tmp_path, name):
         settings |= dict(tokenizer_class=name, add_prefix_space=True)
     write(tmp_path / "tokenizer_config.json", json.dumps(settings))
     t = load_tokenizer(str(tmp_path), keys_of_system())
-    assert t.adds_blank
     for prompt in ("a", "a ", "what?", "\n"):
         for text in ("b", " b", "  b", "!", "\n b", "12", "\u00e9", "b ", "", "it is so", "\t"):
-            ids, trained = encode_learned(t, prompt, text)
-            start = trained.index(True)
-            assert ids[:start] == t.encode_prompts([prompt])[0] and all(trained[start:])
-            assert t.text_of(ids[:-1]).removeprefix(" ") == (prompt + text).removeprefix(" ")
-            assert t.decode_response(ids[start:], prompt) == text
+            assert_adds_a_blank_only_in_front(t, prompt, text)
 
 
-@pytest.mark.parametrize("text", ["it is", " it", "so", "  x", "é\n"])
-def test_a_tokenizer_that_adds_a_blank(blanks, text):
+def assert_adds_a_blank_only_in_front(t, prompt, text):
     """A completion is learned as it stands behind its prompt, and a response keeps its blank."""
-    assert blanks.adds_blank and blanks.bos_ids == [1] and blanks.pad_id == blanks.eos_id == 2
-    ids, trained = encode_learned(blanks, "what?", text)
-    assert ids[0] == 1 and ids[-1] == 2 and ids[:trained.index(True)] == blanks.encode_prompts(
-        ["what?"])[0]
-    response = [i for i, one in zip(ids, trained, strict=True) if one]
-    assert blanks.decode_response(response, "what?") == text
-    assert blanks.decode(ids[1:]) == "what?" + text
-    assert blanks.encode_scored(["what?"], [text])[0] == [
-        1, *blanks.hf("what?" + text, add_special_tokens=False)["input_ids"], 2]
+    assert t.adds_blank
+    ids, trained = encode_learned(t, prompt, text)
+    start = trained.index(True)
+    assert ids[:start] == t.encode_prompts([prompt])[0] and all(trained[start:])
+    joined = t.decode(ids[len(t.bos_ids):])
+    assert ids[-1] == t.eos_id and joined.removeprefix(" ") == (prompt + text).removeprefix(" ")
+    assert t.decode_response(ids[start:], prompt) == text
+
+
+def test_a_tokenizer_in_the_manner_of_sentencepiece(blanks):
+    assert blanks.bos_ids == [1] and blanks.pad_id == blanks.eos_id == 2
+    for text in ("it is", " it", "so", "  x", "é\n"):
+        assert_adds_a_blank_only_in_front(blanks, "what?", text)
+        assert blanks.encode_scored(["what?"], [text])[0] == [
+            1, *blanks.hf("what?" + text, add_special_tokens=False)["input_ids"], 2]
 
 
 @pytest.mark.parametrize("unknown", ["N", "<unk>", " "])

@@ -28,8 +28,7 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("groups.py", "weights.sum().clamp(min=1)", "mask.numel()", "weights"),
         ("model.py", "logprobs.masked_fill(logprobs == -torch.inf, 0)", "logprobs", "impossible")],
     "test_model": [
-        ("model.py", "F.pad(target_mask[:, 1:], (0, 1))", "target_mask", "gpt2"),
-        ("model.py", "W * self.unit if name", "W if name", "unit")],
+        ("model.py", "F.pad(target_mask[:, 1:], (0, 1))", "target_mask", "gpt2")],
     "test_rewards": [
         ("model.py", "torch.arange(len(tokens)), last]", "torch.arange(len(tokens)), last - 1]",
          "read"),
@@ -84,6 +83,7 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("ppo.py", 'run.state.get("value_unit", 1.0)', "1.0", "bits")],
     # what is computed
     "test_by_hand": [
+        ("model.py", "W * self.unit if name", "W if name", "mixed"),
         ("groups.py", " / mask.sum(1, keepdim=True).clamp(min=1)", "", "gspo"),
         ("run.py", 'group["lr"] = lr\n', "pass\n", "sft"),
         ("load.py", "policy.tokenizer, seed=seed)", "policy.tokenizer)", "rules"),
