@@ -3,13 +3,14 @@ Chats and texts in the tokenizers of models_of_the_world.py: messages become the
 transformers' apply_chat_template, and of them SFT learns what the assistant says, exactly, or the
 row is refused; text that spells a special token stays text; ends of responses.
 """
-import datetime
 import inspect
 import random
 import re
 from contextlib import nullcontext
+from datetime import datetime
 from functools import partial
 from itertools import groupby
+from types import SimpleNamespace
 from unicodedata import normalize
 
 import pytest
@@ -50,12 +51,8 @@ def ours(folders):
 def stop_clock(monkeypatch):
     """transformers' own clock, which its strftime_now reads, stands at the day of templates."""
     def stop_clock(*day):
-        class Stopped(datetime.datetime):
-            @classmethod
-            def now(cls, tz=None):
-                return cls(*day)
-
-        monkeypatch.setattr(chat_template_utils, "datetime", Stopped)
+        stopped = SimpleNamespace(now=lambda: datetime(*day))
+        monkeypatch.setattr(chat_template_utils, "datetime", stopped)
 
     stop_clock(2024, 7, 26)
     return stop_clock

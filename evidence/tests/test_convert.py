@@ -148,13 +148,10 @@ def test_no_source_is_overwritten(tmp_path):
 def test_a_message_that_is_more_than_its_content_is_refused(more):
     """Templates leave out what they do not know, and the rest would be learned as the whole."""
     key, whole, cut = *more, A | more, A | dict.fromkeys(more)
-    for its in (dict(completion=[whole]), dict(completion=[whole, U, B]),
-                dict(chosen=[whole], rejected=[B]), dict(chosen=[A], rejected=[B | more])):
-        with pytest.raises(BadInput, match=f"field '.*{key}"):
-            dialogue(dict(prompt=[U]) | its, *its)
-        kind, row = ("preferences", dict(prompt="u") | its) if "chosen" in its else (
-            "sft", {"messages": [U, *its["completion"]]})
-        with pytest.raises(BadInput, match=f"field '.*{key}"):
+    for kind, row in (("sft", dict(messages=[U, whole])), ("sft", dict(messages=[U, whole, U, B])),
+                      ("preferences", dict(prompt="u", chosen=[whole], rejected=[B])),
+                      ("preferences", dict(prompt="u", chosen=[A], rejected=[B | more]))):
+        with pytest.raises(BadInput, match=f"field '.*{key}"):  # by demonstrations.dialogue
             ours(row, kind)
     assert ours({"messages": [U, cut, U, B]}, "sft")[0] == dict(prompt=[U], completion=[A, U, B])
     if "call" not in key:  # it is the template that forgets thoughts

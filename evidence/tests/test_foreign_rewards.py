@@ -42,8 +42,7 @@ def test_a_helper_lies_beside_the_file(tmp_path, monkeypatch):
     for name, text in {
             "helper_of_mine": "from lib_of_mine import more\nSIZE = 6\n",
             "lib_of_mine/more": "three = 3\n", "prompts": "",
-            "1": "import prompts\ndef f(batch): pass\n",
-            "2": "if True:\n  from prompts import mine\ndef f(batch): pass\n",
+            "1": "if True:\n  from prompts import mine\ndef f(batch): pass\n",
             "other/helper_of_mine": "SIZE = 7\n",
             "other/mine": "import helper_of_mine\ndef f(batch): pass\n"}.items():
         tiny.write(tmp_path / f"{name}.py", text)
@@ -61,7 +60,7 @@ def f(batch):
     (_, _, reward), = reward_terms("rewards.py:f", folder=str(tmp_path))
     assert reward(BATCH) == [6, 3, 1]
     # a file in another folder would get the helper of the first one
-    for file, helper in (("1", "prompts"), ("2", "prompts"), ("other/mine", "helper_of_mine")):
+    for file, helper in (("1", "prompts"), ("other/mine", "helper_of_mine")):
         with pytest.raises(BadInput, match=f"rename .*/{os.path.dirname(file)}/?{helper}.py"):
             reward_terms(f"{file}.py:f", folder=str(tmp_path))
 

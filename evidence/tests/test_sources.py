@@ -5,11 +5,10 @@ from collections import Counter
 from statistics import fmean
 
 import pytest
-import torch
 from tiny import jsonl, keys_of, read_jsonl, well, write
 
 from errors import BadInput
-from options.sources import figures_by_source, files_in, name_sources, names_of
+from options.sources import files_in, name_sources, names_of
 from prompts import Rows, batch_rows, encode_rows, prompt_row, read_rows
 
 ROWS = [dict(prompt="a\nb", answer="02"), dict(prompt='é, "c"', answer="NA"),
@@ -127,26 +126,6 @@ def test_bad_files_name_the_place(tmp_path):
 
 
 # figures by source
-
-NAN = float("nan")
-
-
-def test_figures_by_source_by_hand():
-    """Of five responses; c has no response, d has nothing but a length and an end."""
-    rows = Rows(dict(prompt="x", source=name) for name in "abcd")
-    name_sources(rows, "f")
-    batch = dict(
-        row=torch.tensor([1, 0, 1, 3, 1]), scores=torch.tensor([1.0, -2, NAN, NAN, 4]),
-        accuracy=torch.tensor([1.0, 0, 0, NAN, 0]), finished=torch.tensor([1, 0, 1, 1, 0]).bool(),
-        response_mask=torch.arange(4) < torch.tensor([[1], [4], [2], [2], [3]]),
-        **{"reward/u": torch.tensor([2.0, 1, NAN, NAN, 3]), "reward/v": torch.full((5,), NAN)})
-    wanted = {"x/scores/a": -2, "x/scores/b": 2.5, "x/accuracy/a": 0, "x/accuracy/b": 1 / 3,
-              "x/finished/a": 0, "x/finished/b": 2 / 3, "x/finished/d": 1,
-              "x/length/a": 4, "x/length/b": 2, "x/length/d": 2}
-    assert figures_by_source(batch, rows, "x", ["u"]) == pytest.approx(wanted)
-    assert figures_by_source(batch, rows, "x", ["u", "v"]) == pytest.approx(
-        wanted | {"x/reward/u/a": 1, "x/reward/u/b": 2.5})
-
 
 def test_names_of_sources():
     """One word without a slash; rows without a name; two that would get one name."""

@@ -41,7 +41,6 @@ BEHIND = {  # text: the text behind the thoughts
     "5": "5", "": "", "a[/THINK]5": "5", "[THINK]a[/THINK]5[THINK]b[/THINK]6": "6",
     # the marks of another family are text in thoughts
     "<think>as in [THINK]</think>5": "5", "<think>a [THINK]b[/THINK] 7": None,
-    "<reasoning>between <think> and </think>": None, "[THINK]<think>[/THINK]5": "5",
     # two kinds, one behind the other
     "<think>\n\n</think>\n\n<reasoning>7</reasoning>5": "5", "<think></think><reasoning>7": None,
     # gpt-oss: no thoughts; words before a call; a call alone; cut off in the header
