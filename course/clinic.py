@@ -3,6 +3,7 @@ The clinic of lesson 8: small runs, each with one hidden fault, or none.
 
     python course/clinic.py            # makes out/clinic with six patients
     python course/clinic.py --seed=2   # others
+    python course/clinic.py --faults=2 # some patients have two faults
 
 Read lesson8.md, and no further here: FAULTS below has all of them.
 """
@@ -27,6 +28,7 @@ from errors import BadInput  # noqa: E402
 out_dir = "out/clinic"  # the patients, and the small toy that they share
 seed = 1  # which faults, and in which order [>= 0]
 patients = 6  # how many [1..10]
+faults = 1  # the largest number of faults in a patient [1..2]
 tries = 5  # runs of a patient, until its symptoms can be seen [1..20]
 config, _ = configure(globals(), argv=None if __name__ == "__main__" else [])
 # -------------------------------------------------------------------------------------------------
@@ -70,6 +72,8 @@ FAULTS = {
     "J": ([PPO], lambda size: dict(kl_coef=100.0 * size), "right", None),
     "K": ([PPO], lambda size: dict(kl_coef=1e-9, max_iters=4), "longer", None),
 }
+# a wrong reward, and a fault of the update that can be seen beside it
+PAIRS = ["".join(sorted(a + b)) for a in "DG" for b in "BCFHIJ"]
 # what lesson8.md says of a log: first and last record, scores and accuracies of the samples
 SYMPTOMS = {
     "A": lambda first, last, samples: last["objective/kl"] > 0.01 and not any(
@@ -137,23 +141,26 @@ def train(program, keys, folder, out):
         sys.exit(f"clinic.py: {script} has ended with an error:\n{done.stdout}")
 
 
-def patients_of(number, count):
-    """A letter for each patient. One at least has a wrong line."""
+def patients_of(number, count, faults=1):
+    """A str of letters for each patient. One at least has a wrong line; one has `faults` faults."""
     drawn = random.Random(number)
+    with_line = {letter for letter in FAULTS if FAULTS[letter][-1]}
     while True:
-        found = drawn.sample([*FAULTS], count)
-        if any(FAULTS[letter][-1] for letter in found):
+        found = drawn.sample([*FAULTS] + PAIRS * (faults > 1), count)
+        if with_line & {*"".join(found)} and max(map(len, found)) == faults:
             return found
 
 
-def runs_of(number, patient, letter):
+def runs_of(number, patient, letters):
     """The keys of a patient's run, again and again: until the symptoms can be seen."""
     drawn = random.Random(f"{number} {patient}")
-    scripts, keys_of, *_ = FAULTS[letter]
+    scripts = [keys for keys in BOTH if all(keys in FAULTS[letter][0] for letter in letters)]
     while True:
         keys = drawn.choice(scripts) | dict(seed=drawn.randrange(1000),
                                             max_iters=drawn.choice((3, 4)))
-        yield keys | keys_of(2.0**drawn.uniform(-1, 1))
+        for letter in letters:
+            keys |= FAULTS[letter][1](2.0**drawn.uniform(-1, 1))
+        yield keys
 
 
 def sealed(number, patient, letter):
@@ -170,14 +177,15 @@ def records(folder):
     return [record for record in lines_of(f"{folder}/log.jsonl") if "objective/scores" in record]
 
 
-def shows(letter, folder):
-    """Whether the log and the samples of a run have the symptoms of this letter."""
+def shows(letters, folder):
+    """Whether the log and the samples of a run have the symptoms of these letters."""
     samples = [(line["scores"]["reward/score"], line["scores"]["accuracy"])
                for line in lines_of(f"{folder}/samples.jsonl")]
-    return SYMPTOMS[letter](records(folder)[0], records(folder)[-1], samples)
+    return all(SYMPTOMS[letter](records(folder)[0], records(folder)[-1], samples)
+               for letter in letters)
 
 
-def write_page(folder, count):
+def write_page(folder, count, faults):
     """clinic.html: the curves and samples of all patients; a click on a letter is a diagnosis."""
     with open(f"{ROOT}/course/lesson8.md", encoding="utf-8") as f:
         letters = dict(re.findall(r"(?m)^\| ([A-Z]) \| (.*) \|$", f.read()))
@@ -191,27 +199,27 @@ def write_page(folder, count):
             curves={name: [record.get(name) for record in found] for name in sorted(names)},
             samples=[[x["prompt"], x["text"], x["scores"]["reward/score"]]
                      for x in samples[:4] + samples[-8:]]))
-    data = json.dumps(dict(patients=rows, letters=letters)).replace("<", "\\u003c")
+    data = json.dumps(dict(patients=rows, letters=letters, faults=faults)).replace("<", "\\u003c")
     with open(f"{ROOT}/course/clinic.html", encoding="utf-8") as f:
         write_text(f"{folder}/clinic.html", f.read().replace("DATA", data))
 
 
-def read_answers(file, patients):
-    """{patient: letter} of answers.txt; raises BadInput with the line that is none."""
+def read_answers(file, patients, faults=1):
+    """{patient: letters} of answers.txt; raises BadInput with the line that is none."""
     answers = {}
     with open(file, encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
-            words = line.upper().split()
-            if not words:
-                continue
-            if len(words) != 2 or words[0] not in patients or words[1] not in FAULTS:
+            found = re.fullmatch(rf"(\d+)\s+([A-Za-z]{{1,{faults}}})", line.strip())
+            letters = "".join(sorted({*found[2].upper()})) if found else ""
+            if line.strip() and not (found and found[1] in patients and {*letters} <= {*FAULTS}):
                 raise BadInput(f"{file}, line {number}: {line.strip()!r}; wanted are a patient "
                                f"from 1 to {len(patients)}, a space and a letter from A to "
-                               f"{max(FAULTS)}, and nothing else, such as: 1 C")
-            patient, letter = words
-            if patient in answers:
-                raise BadInput(f"{file}, line {number}: patient {patient} has two lines")
-            answers[patient] = letter
+                               f"{max(FAULTS)}{' (or two)' * (faults > 1)}, and nothing else, such "
+                               f"as: 1 {'CG'[:faults]}")
+            if found and found[1] in answers:
+                raise BadInput(f"{file}, line {number}: patient {found[1]} has two lines")
+            if found:
+                answers[found[1]] = letters
     return answers
 
 
@@ -222,7 +230,7 @@ def check_answers(folder=out_dir):
     key = read_json(f"{folder}/key.json")
     if not os.path.exists(f"{folder}/answers.txt"):
         sys.exit(f"check.py: write {folder}/answers.txt, a line for each patient, such as: 1 A")
-    answers = read_answers(f"{folder}/answers.txt", key["sealed"])
+    answers = read_answers(f"{folder}/answers.txt", key["sealed"], key["faults"])
     right = sum(sealed(key["seed"], patient, answers.get(patient)) == found
                 for patient, found in key["sealed"].items())
     print(f"lesson 8: {right} of {len(key['sealed'])} are right")
@@ -245,25 +253,26 @@ if __name__ == "__main__":
     write_toy(out_dir)
     print("SFT of a small toy", flush=True)
     train(ROOT, SFT | dict(script="sft.py"), out_dir, "sft")
-    everyone = patients_of(seed, patients)
-    for patient, letter in enumerate(everyone, 1):
+    everyone = patients_of(seed, patients, faults)
+    for patient, letters in enumerate(everyone, 1):
         room, program = f"{out_dir}/patient_{patient}", ROOT
-        *_, reward, wrong = FAULTS[letter]
+        rewards, wrong = ([x for x in column if x not in ("right", None)] for column in zip(
+            *(FAULTS[letter][2:] for letter in letters), strict=True))
         if wrong:
             program = f"{out_dir}/program"
             shutil.rmtree(program, ignore_errors=True)
-            copy_program(program, wrong)
-        write_reward(out_dir, reward)
-        for _, keys in zip(range(tries), runs_of(seed, patient, letter), strict=False):
+            copy_program(program, wrong[0])
+        write_reward(out_dir, *rewards)
+        for _, keys in zip(range(tries), runs_of(seed, patient, letters), strict=False):
             train(program, keys, out_dir, "run")
             os.makedirs(room, exist_ok=True)
             for name in ("log.jsonl", "samples.jsonl"):  # no settings: these two must tell
                 shutil.copy(f"{out_dir}/run/{name}", room)
             shutil.rmtree(f"{out_dir}/run")
-            if shows(letter, room):
+            if shows(letters, room):
                 break
         if wrong:
-            key = dict(seed=seed, patient=patient, mend=keys)
+            key = dict(seed=seed, faults=faults, patient=patient, mend=keys)
         write_lines(f"{room}/log.jsonl", [
             {name: x for name, x in line.items() if not name.endswith("/lr")}
             for line in lines_of(f"{room}/log.jsonl")])
@@ -273,11 +282,11 @@ if __name__ == "__main__":
     names = "objective/scores", "objective/kl", "loss/policy", "policy/grad_norm"
     key["sound"] = {name: records(f"{out_dir}/sound")[-1][name] for name in names}
     shutil.rmtree(f"{out_dir}/sound")
-    key["sealed"] = {str(patient): sealed(seed, patient, letter)
-                     for patient, letter in enumerate(everyone, 1)}
+    key["sealed"] = {str(patient): sealed(seed, patient, letters)
+                     for patient, letters in enumerate(everyone, 1)}
     write_json(f"{out_dir}/key.json", key)
-    write_page(out_dir, patients)
+    write_page(out_dir, patients, faults)
     print(f"\nOpen {out_dir}/clinic.html in a browser, or read the logs, and write "
-          f"{out_dir}/answers.txt, a line for each patient, such as: 1 C\n"
-          f"The program of patient {key['patient']} is in {out_dir}/program: mend its line.\n"
+          f"{out_dir}/answers.txt, a line for each patient, such as: 1 {'CG'[:faults]}\nThe "
+          f"program of patient {key['patient']} is in {out_dir}/program: mend its line.\n"
           "Then: python course/check.py 8")

@@ -1,5 +1,6 @@
 """course/: the clinic, the notebooks, and each command of the lessons; the 60 lines; mine.py."""
 import importlib
+import itertools
 import json
 import os
 import re
@@ -28,8 +29,8 @@ assert transformers.GPT2LMHeadModel and pyplot  # imported once, before the fork
 
 def test_the_clinic(tmp_path):
     """
-    Two patients; how many are right, and not which; a program that is mended, and one not; the
-    page. The models and batches are smaller: no symptom is waited for.
+    Two patients, one with two faults; how many are right, and not which; a program that is mended,
+    and one not; the page. The models and batches are smaller: no symptom is waited for.
     """
     def forks(rank):
         """Its runs are forks, which have torch already."""
@@ -51,12 +52,12 @@ def test_the_clinic(tmp_path):
         return done.codes[0], done.out[0] + done.err[0]
 
     assert "clinic.py" in call("check.py", "8")[1]
-    letters = clinic.patients_of(3, 2)
-    code, said = call("clinic.py", "--patients=2", "--seed=3", "--tries=1")
+    letters = clinic.patients_of(3, 2, 2)
+    code, said = call("clinic.py", "--patients=2", "--seed=3", "--faults=2", "--tries=1")
     assert code == 0, said
     folder = tmp_path / "out" / "clinic"
     data = json.loads(re.search("(?m)^const .* = (.*);$", (folder / "clinic.html").read_text())[1])
-    assert [*data["letters"]] == [*clinic.FAULTS]
+    assert [*data["letters"]] == [*clinic.FAULTS] and data["faults"] == 2
     for patient, row in enumerate(data["patients"], 1):
         room = folder / f"patient_{patient}"
         assert {*os.listdir(room)} == {"log.jsonl", "samples.jsonl"}
@@ -73,9 +74,9 @@ def test_the_clinic(tmp_path):
     assert code == 1 and "1 of 2" in said and "not mended" in said
     assert not re.search(r"patient [12]\b.*(wrong|right)", said)
     patient = json.loads((folder / "key.json").read_text())["patient"]
-    file = clinic.FAULTS[letters[patient - 1]][-1][0]
+    file = next(clinic.FAULTS[x][-1][0] for x in letters[patient - 1] if clinic.FAULTS[x][-1])
     shutil.copy(f"{ROOT}/{file}", folder / "program" / file)
-    write(folder / "answers.txt", f"1 {letters[0].lower()}\n2 {letters[1].lower()}")
+    write(folder / "answers.txt", f"1 {letters[0][::-1].lower()}\n2 {letters[1].lower()}")
     code, said = call("check.py", "8")
     assert code == 0 and "2 of 2" in said, said
 
@@ -92,13 +93,16 @@ def test_the_slides_have_each_command_of_the_hour():
 
 def test_answers_with_a_slip(tmp_path):
     """The line is told; capitals, empty lines and spaces do not matter."""
-    def answers(text):
-        return clinic.read_answers(write(tmp_path / "answers.txt", text), {"1": "", "2": ""})
+    def answers(text, faults=1):
+        file = write(tmp_path / "answers.txt", text)
+        return clinic.read_answers(file, {"1": "", "2": ""}, faults)
 
-    for slip in ("1A", "1 A lr", "1: A", "A 1", "3 A", "1 Z", "1", "A", "1,A", "0 A",
-                 "patient 1 A", "1 AB", "2 A"):
-        with pytest.raises(BadInput, match="line 3: "):
-            answers(f"2 B\n\n{slip}\n")
+    for faults, slips in ((1, ["1A", "1 A lr", "1: A", "A 1", "3 A", "1 Z", "1", "A", "1,A", "0 A",
+                               "patient 1 A", "1 AB", "2 A"]), (2, ["1 CFB", "1 C F", "1 CZ"])):
+        for slip in slips:
+            with pytest.raises(BadInput, match="line 3: "):
+                answers(f"2 B\n\n{slip}\n", faults)
+    assert answers("1 fc\n2 B", 2) == {"1": "CF", "2": "B"}
     assert answers("\n 2   b \n1\tA\n\n") == {"1": "A", "2": "B"}
 
 
@@ -107,19 +111,23 @@ def test_seeds_1_to_50():
     with open(f"{ROOT}/course/lesson8.md", encoding="utf-8") as f:
         assert re.findall(r"(?m)^\| ([A-Z]) \|", f.read()) == [*clinic.FAULTS]
     healthy, rates = set(), set()
-    for number in range(1, 51):
-        patients = clinic.patients_of(number, 6)
-        assert len({*patients}) == 6 and any(clinic.FAULTS[letter][-1] for letter in patients)
-        for patient, letter in enumerate(patients, 1):
-            draws = clinic.runs_of(number, patient, letter)
+    for number, faults in itertools.product(range(1, 51), (1, 2)):
+        patients = clinic.patients_of(number, 6, faults)
+        assert len({*patients}) == 6 and max(map(len, patients)) == faults
+        assert any(clinic.FAULTS[letter][-1] for letter in "".join(patients))
+        for patient, letters in enumerate(patients, 1):
+            rewards, lines = ([x for x in column if x not in ("right", None)] for column in
+                              zip(*(clinic.FAULTS[x][2:] for x in letters), strict=True))
+            assert len(rewards) <= 1 and len(lines) <= 1
+            draws = clinic.runs_of(number, patient, letters)
             keys, again = next(draws), next(draws)
-            assert keys != again and next(clinic.runs_of(number, patient, letter)) == keys
-            if letter == "A":
+            assert keys != again and next(clinic.runs_of(number, patient, letters)) == keys
+            if letters == "A":
                 healthy.add(keys["script"])
-            if letter == "B":
+            if "B" in letters:
                 assert 0.15 <= keys["learning_rate"] <= 0.6
                 rates.add(keys["learning_rate"])
-            if letter == "C":
+            if "C" in letters:
                 assert 1.5e-6 <= keys["learning_rate"] <= 6e-6
     assert healthy == {"ppo.py", "grpo.py"} and len(rates) > 10
 
