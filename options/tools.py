@@ -181,8 +181,8 @@ def written_in(text):
             continue
         begin, ends = at, r"</tool_call>|\Z"
         if not text.startswith("<function=", at):
-            try:  # JSON has an end of its own: its values may have the mark of the call's end
-                at += json.JSONDecoder().raw_decode(text[at:at + LONGEST])[1]  # an error is O(n)
+            try:  # JSON has an end of its own, so its values may have the mark of the call's end
+                at += json.JSONDecoder().raw_decode(text[at:at + LONGEST])[1]  # errors cost O(n)
             except (ValueError, RecursionError):
                 ends += f"|{LAST}"
         at = re.compile(ends).search(text, at).start()

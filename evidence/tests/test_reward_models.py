@@ -156,15 +156,14 @@ def test_what_rm_py_trains_is_what_others_read(family, pad, keys, tmp_path):
 
 
 def test_the_policys_template_is_only_the_policys(tmp_path):
-    """Of policy, reference and a reward model in training; a foreign one, and a judge, has none."""
+    """It is the reference's, too; a foreign reward model and a judge have their own."""
     folder = others.make(tmp_path / "policy", "qwen2.5")
     system = keys_of_system(**in_files(CHATTY, tmp_path))
     own, of_run = (load_tokenizer(folder, keys).encode_prompts([[user("a")]])
                    for keys in (keys_of_system(), system))
     assert own != of_run
     for name, head, trained, which in (
-            ("policy", "lm", True, of_run), ("policy", "lm", False, of_run),
-            ("ref", "lm", False, of_run), ("reward", "scalar", True, of_run),
+            ("policy", "lm", False, of_run), ("ref", "lm", False, of_run),
             ("reward", "scalar", False, own), ("judge", "lm", False, own)):
         model = load(folder, name, system, CPU, head, trained)
         assert model.tokenizer.encode_prompts([[user("a")]]) == which, (name, trained)
