@@ -68,7 +68,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
         model.compiled = torch.compile(model.trunk, dynamic=True)
     if head == "lm" and model.hf.device.type != "meta":  # else another rank has the weights
         with autocast(system, device), no_grad_forwards([model], device):
-            probe(model)
+            probe(model, device)
     if adapter:
         from options.lora import adapt
 
@@ -191,13 +191,12 @@ def used_by_texts(hf):
     return used
 
 
-def probe(model):
+def probe(model, device):
     """
     Raise BadInput unless a language model can decode two texts of unequal length together, drop one
     from the cache, and give the other the same log-probs as reading it alone. The dropped one has
     positions at the end of the context: a text must not depend on the longest text beside it.
     """
-    device = model.hf.device
     tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % model.config.vocab_size  # (2, 8)
     # row 1 has 3 tokens of padding, and then a text of 5
     mask = torch.arange(8, device=device) >= torch.tensor([[0], [3]], device=device)  # (2, 8)

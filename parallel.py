@@ -337,7 +337,7 @@ def my_part(p):
 def whole(t):
     """A collective where t is split: the whole tensor, in the CPU's memory."""
     if is_shard(t):
-        t = t.full_tensor()
+        t = t.to(t.device_mesh.device_type).full_tensor()  # nccl sends nothing of the CPU
     elif not torch.is_tensor(t):  # a part of an optimizer's state
         t = t.whole()
     return t.detach().cpu().contiguous()

@@ -103,6 +103,9 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
         recompute(model)
     shard(model, stage, offload, device, dtypes(system)[1] if whole else None)
     model.to_empty(device=home)
+    for t in [*model.parameters(), *model.buffers()]:
+        if not is_shard(t):  # FSDP moves no buffers, and no scalar head
+            t.data = t.data.to(device)
     model.hf.tie_weights()  # to_empty makes two tensors of a tied one
     fill_from_rank_0(model, read[0] if read else None)  # COLLECTIVE
     return model

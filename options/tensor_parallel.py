@@ -36,7 +36,7 @@ def split_copy(policy, dtype, device, n):
     split = make_split(policy, dtype or policy.hf.dtype, device, n)  # COLLECTIVE
     for name, part in split.hf.named_parameters():
         p = policy.hf.get_parameter(name)
-        W = p.full_tensor() if is_shard(p) else p.detach()  # COLLECTIVE
+        W = p.to(device).full_tensor() if is_shard(p) else p.detach()  # COLLECTIVE
         copy_into(part, policy.as_saved(name, W).to(part.dtype))
     return split
 

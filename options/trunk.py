@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from load import auto_class, class_of, draw_score_head
 from model import Model
+from parallel import is_shard
 
 
 def layers_of(model):
@@ -64,6 +65,8 @@ def with_score_head(base):
         hf = auto_class("scalar").from_config(config)
     setattr(hf, hf.base_model_prefix, base.hf.base_model)
     weight = base.hf.get_input_embeddings().weight
-    hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=weight.device,
+    # where it computes; the shards of a split trunk may lie in the CPU's memory
+    device = weight.device_mesh.device_type if is_shard(weight) else weight.device
+    hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=device,
                          dtype=torch.promote_types(weight.dtype, torch.float32))
     return hf

@@ -230,7 +230,7 @@ def without_files(layers=0):
     return replaced(
         *((room, "read_model", made) for room in (load, parts, shards, lora)),
         (shards, "outline", outline), (lora, "fill_adapter", lambda *args: None),
-        (load, "load_tokenizer", tokenizer_of), (load, "probe", lambda model: None))
+        (load, "load_tokenizer", tokenizer_of), (load, "probe", lambda *args: None))
 
 
 @contextlib.contextmanager

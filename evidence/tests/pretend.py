@@ -14,11 +14,17 @@ CPU, an index on the CPU, and copying. Where nothing may wait for the GPU (while
 recorded, and as torch.cuda.set_sync_debug_mode says), what waits is an error, too.
 """
 import contextlib
+import json
+import os
+import re
 import weakref
 from unittest import mock
 
+import ranks
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -29,6 +35,7 @@ aten = torch.ops.aten
 # that a language model may have
 INEXACT = {"cumsum", "put_", "histc", "bincount", "median", "nll_loss_forward", "kthvalue",
            "logcumsumexp"}
+SENT = re.compile("reduce|gather|broadcast")  # by nccl; send and recv are gloo's, see roles.py
 AUTOCAST = "autocast", "is_autocast_enabled", "get_autocast_dtype"
 COPIES = {aten.copy_, aten._to_copy, aten.set_, aten._has_compatible_shallow_copy_type}
 INDICES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
@@ -45,8 +52,13 @@ class Waits(RuntimeError):
     """A wait for the GPU where there must be none."""
 
 
+def storage(t):
+    """The memory of a tensor; of a DTensor, that of this rank's part."""
+    return getattr(t, "_local_tensor", t).untyped_storage()
+
+
 def place(t):
-    return getattr(t.untyped_storage(), "place", "cpu")
+    return getattr(storage(t), "place", "cpu")
 
 
 def tensors_of(*things):
@@ -91,8 +103,13 @@ class Check(TorchDispatchMode):
     """Below autograd: an operation finds its tensors in one place; its results are there, too."""
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # then the operation on this rank's part comes here
         with torch._C.DisableTorchFunction():
             before = tensors_of(args, kwargs)
+            if "c10d" in operation.namespace and SENT.search(operation.__name__) and any(
+                    place(t) == "cpu" for t in before):
+                raise Misplaced(f"{operation.__name__}: nccl sends nothing of the CPU's")
             storages = {id(t.untyped_storage()) for t in before}
             where = self.look(operation.overloadpacket, args, before)
             if seen.recording:
@@ -153,6 +170,8 @@ class Redirect(TorchFunctionMode):
             seen.wait(name)
         if name == "pin_memory":
             return args[0]
+        if name == "pad_sequence":  # it makes its result in C++
+            return moved(function(*args, **kwargs), place(args[0][0]), True)
         if name == "backward":  # with this mode on, for what a backward pass computes in Python
             with self:
                 ones, seen.backward = torch.ones_like(args[0]), True
@@ -187,7 +206,7 @@ def moved(t, target, made_there=False):
     if not made_there:
         seen.wait("a copy from or to the CPU")
     t = t.clone()
-    t.untyped_storage().place = target
+    storage(t).place = target
     return t
 
 
@@ -256,12 +275,41 @@ def gpu():
     of_cuda = dict(
         CUDAGraph=Graph, Stream=mock.Mock, current_stream=mock.Mock, stream=contextlib.nullcontext,
         set_sync_debug_mode=lambda mode: setattr(seen, "no_waits", mode == "error"),
+        Event=mock.Mock, current_device=lambda: 0, is_initialized=lambda: True,
+        synchronize=lambda: None, max_memory_allocated=lambda: 7 * 2**20,
         get_device_capability=lambda device: (9, 0), get_device_name=lambda device: "pretended",
         empty_cache=lambda: setattr(seen, "full", False))
     of_torch = {name: on_cpu(getattr(torch, name)) for name in AUTOCAST}
     try:
         with mock.patch.multiple(torch.cuda, **of_cuda), mock.patch.multiple(
+                torch.accelerator, current_stream=mock.Mock()), mock.patch.multiple(
                 torch, **of_torch), Check(), Redirect():
             yield seen
     finally:
         checks["default"] = before
+
+
+def begin(rank):
+    """
+    For Started: each rank is on a pretended GPU, and nccl joins them; a single one is a group, too.
+    seen-RANK.json says what was seen.
+    """
+    def join(backend, device_id=None, **keys):
+        group("gloo", **keys)
+
+    group, meet, leave, context = dist.init_process_group, dist.barrier, ranks.leave, gpu()
+    dist.init_process_group, dist.get_backend = join, lambda group=None: "nccl"
+    dist.barrier, ranks.choose_device = lambda device_ids=None: meet(), lambda device: GPU
+    if "RANK" not in os.environ:
+        join("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    context.__enter__()
+
+    def finish():
+        context.__exit__(None, None, None)
+        with open(f"seen-{rank}.json", "w") as f:
+            json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations),
+                           recorded=seen.recorded), f)
+        leave()
+        os._exit(0)
+
+    ranks.leave = finish

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-import parallel
 import pretend
 import ranks
 from load import autocast, load
@@ -31,38 +29,9 @@ from tiny import answer, assert_same_run, in_a_fork, keys_of, keys_of_system, re
 PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
 
 
-def checked(collective, *args, **kwargs):
-    assert all(pretend.place(t) == "gpu" for t in pretend.tensors_of(args)), collective
-    return collective(*args, **kwargs)
-
-
-def begin(rank):
-    """For Started: the run is on a pretended GPU, as the only rank of a group."""
-    ranks.choose_device = lambda device: pretend.GPU
-    for name in ("synchronize", "set_device"):
-        setattr(torch.cuda, name, lambda *args: None)
-    torch.cuda.max_memory_allocated = lambda: 7 * 2**20
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel.comm_device = lambda: torch.device("cuda")
-    for name in ("all_reduce", "all_gather", "broadcast"):  # as nccl wants it
-        setattr(dist, name, partial(checked, getattr(dist, name)))
-    context = pretend.gpu()
-    seen, leave = context.__enter__(), ranks.leave
-
-    def finish():
-        context.__exit__(None, None, None)
-        with open("seen.json", "w") as f:
-            json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations),
-                           recorded=seen.recorded), f)
-        leave()
-        os._exit(0)
-
-    ranks.leave = finish
-
-
 RUNS = {
     "ppo.py": lambda w: dict(ppo_epochs=1, num_minibatches=1, deterministic=True, head_chunk=5,
-                             kl_estimator="k2", entropy_coef=0.1, ema_decay=0.5),
+                             kl_estimator="k2", entropy_coef=0.1, ema_decay=0.5, ptx_path=w.texts),
     "grpo.py": lambda w: dict(
         max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
         optim="adafactor", offload="ref=params", save_rollouts=1),
@@ -81,8 +50,8 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, name):
     """
     script = name.partition(",")[0]
     keys = keys_of(world, script, max_iters=1, **RUNS[name](world))
-    out = well(script, tmp_path / "gpu", keys, before=begin)
-    seen = json.loads((tmp_path / "gpu/seen.json").read_text())
+    out = well(script, tmp_path / "gpu", keys, before=pretend.begin)
+    seen = json.loads((tmp_path / "gpu/seen-0.json").read_text())
     assert seen["operations"] > 50 and seen["inexact"] == []
     assert bool(seen["recorded"]) == (script in ("ppo.py", "grpo.py"))
     first, *_ = read_jsonl(f"{out}/log.jsonl")

@@ -396,9 +396,9 @@ def test_what_would_change_a_state_is_refused(name, settings, dtype, word):
     config = transformers.AutoConfig.for_model(kind, **of_family | settings)
     model = Model(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **mixture))
     if not word:
-        return probe(model)
+        return probe(model, CPU)
     with pytest.raises(BadInput, match=f"cannot decode .*{word}"):
-        probe(model)
+        probe(model, CPU)
 
 
 @torch.no_grad()
@@ -446,10 +446,10 @@ def test_the_longest_row_changes_no_other(name, monkeypatch):
     chosen[0, 1:8] = True
     together = model.logprobs(tokens, chosen)[0]
     assert (together - model.logprobs(tokens[:1, :8], chosen[:1, :8])[0]).abs().max() < 1e-4
-    probe(model)
+    probe(model, CPU)
     monkeypatch.setattr(Model, "max_positions", far)
     with pytest.raises(BadInput, match="differ"):
-        probe(model)
+        probe(model, CPU)
 
 
 def test_what_is_no_model_for_the_job_is_refused(tmp_path, monkeypatch):
@@ -464,12 +464,12 @@ def test_what_is_no_model_for_the_job_is_refused(tmp_path, monkeypatch):
     # a family with something between states and logits that Model.logits does not know of
     model, right = Model(random_model("qwen3", HEADS)), Model.logits
     with torch.no_grad():
-        probe(model)
+        probe(model, CPU)
         for wrong in (lambda model, states: 1.05 * right(model, states),
                       lambda model, states: right(model, states.roll(1, -1))):
             monkeypatch.setattr(Model, "logits", wrong)
             with pytest.raises(BadInput, match="cannot decode .*family qwen3"):
-                probe(model)
+                probe(model, CPU)
 
 
 def test_a_head_of_its_own_that_the_settings_deny_is_refused(tmp_path):

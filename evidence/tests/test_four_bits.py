@@ -39,7 +39,7 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
     matrices = sum(p.numel() for layer in layers_of(dense) for p in layer.parameters()
                    if p.dim() > 1)
     assert bytes_of_both[0] - bytes_of_both[1] == int(matrices * 3.5)  # 4 became half of one
-    probe(small)
+    probe(small, CPU)
     for (name, p), q in zip(dense.hf.named_parameters(), small.hf.parameters(), strict=True):
         W = small.as_saved(name, q)
         assert W.shape == p.shape and (

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 
+import pretend
 import pytest
 import transformers
 from configurator import read_keys
@@ -94,8 +95,9 @@ def test_the_weights_of_quartet(world, kind, script, tmp_path):
     keys = keys_for(world, script, policy_path=f"{tmp_path}/policy",
                     reward_path=f"{tmp_path}/reward")
     quartet = well(f"{script}.py", tmp_path / "quartet", keys)
-    for ranks in (1, 2):
-        result = nano(script, tmp_path / f"{ranks}", keys, ranks, config=ranks == 2)
+    for ranks, how in ((1, {}), (2, dict(config=True, before=pretend.begin))):
+        result = nano(script, tmp_path / f"{ranks}", keys | dict(
+            device_type="cuda" if how else "cpu"), ranks, **how)
         assert_same_weights(quartet, f"{tmp_path}/{ranks}/out", TRAINED[script], 1e-6)
         records = [json.loads(line) for line in result.out[0].splitlines()]
         for ours, theirs in zip(records, read_log(quartet), strict=False):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from types import SimpleNamespace
 
+import pretend
 import pytest
 from configurator import read_arguments, read_keys
 from tiny import ROOT, Started, jsonl, keys_of, read_jsonl, typed, well
@@ -90,8 +91,9 @@ def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):
                                            max_iters=40, batch_size=8, dtype="float32"))
     keys = dict(policy_path=f"{out}/policy", prompts_path=asked, pairs=40, max_new_tokens=4,
                 dtype="float64")
-    for ranks, more in ((1, {}), (1, dict(mistakes=0.25, name="noisy")), (2, dict(name="two"))):
-        made = Started("data/arithmetic/pairs.py", typed(keys | more), str(tmp_path), ranks).wait()
+    for more, how in (({}, {}), (dict(mistakes=0.25, name="noisy"), {}),
+                      (dict(name="two"), dict(ranks=2, before=pretend.begin))):
+        made = Started("data/arithmetic/pairs.py", typed(keys | more), str(tmp_path), **how).wait()
         assert set(made.codes) == {0}, made
     train, val, noisy, *same = (read_jsonl(tmp_path / f"{name}.jsonl") for name in (
         "pairs_train", "pairs_val", "noisy_train", "noisy_val", "two_val", "two_train"))
