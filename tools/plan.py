@@ -14,8 +14,9 @@ arguments are the script's. Of each model its config.json is enough.
 It prints three kinds of seconds, which are not to be mixed:
 
   limit     what the datasheet allows: tools/work.py counts operations and bytes. No run is faster
-  measured  with --measure, on the device that is there, see measure.py; without the disk, without
-            compile, and without what rules compute. Of several ranks with torchrun in front
+  measured  with --measure, on the device that is there, see measure.py; without the disk, compile,
+            the recording of CUDA graphs, and what rules compute. Of several ranks with torchrun in
+            front
   range     without a device: how many times their limit published runs take, see PUBLISHED
 """
 import json
