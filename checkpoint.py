@@ -231,16 +231,18 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
             sync(os.path.join(out_dir, name))
         write_json(os.path.join(folder, "manifest.json"), hashes(folder))
 
-    def delete_older():
-        folders = list_checkpoints(out_dir)
-        # a checkpoint of a later iteration is damaged, or the run would have resumed from it
-        kept = [f for f in folders if iteration_of(f) <= iteration][-keep:]
-        for old in (f for f in folders if f not in kept):
-            remove(move_aside(old, ".gone-"))  # so no half-deleted folder has its name
-
     if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
         put_in_place(write, final)  # otherwise it is there: saved just now, or resumed from
-    alone(delete_older)
+    alone(partial(delete_older, out_dir, iteration, keep))
+
+
+def delete_older(out_dir, iteration, keep):
+    """Delete all checkpoints but the newest, up to that of this iteration. keep: how many stay."""
+    folders = list_checkpoints(out_dir)
+    # a checkpoint of a later iteration is damaged, or the run would have resumed from it
+    kept = [f for f in folders if iteration_of(f) <= iteration][-keep:]
+    for old in (f for f in folders if f not in kept):
+        remove(move_aside(old, ".gone-"))  # so no half-deleted folder has its name
 
 
 def save_final(out_dir, name, model, dtype="auto", **about):

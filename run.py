@@ -25,8 +25,8 @@ import errors
 import parallel
 import ranks
 from batches import texts_of
-from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
-                        settings_of)
+from checkpoint import (append, delete_older, load_checkpoint, open_folder, save_checkpoint,
+                        save_final, settings_of)
 from configurator import for_model
 from errors import BadInput, Stop, optional, say
 from metrics import (evaluation_lines, gap, gap_limit, iteration_line, peak_memory_mib,
@@ -150,8 +150,9 @@ class Run:
 
     def save(self):
         """A collective: audit, and write a checkpoint."""
-        if self.folder and self.iteration == self.start:
-            return  # the run has resumed from it
+        if self.folder and self.iteration == self.start:  # the run has resumed from it
+            return parallel.alone(lambda: delete_older(  # COLLECTIVE
+                self.out_dir, self.iteration, self.system.keep_checkpoints))
         self.enter("checkpoint")
         if not self.audit_is_due():  # else these weights are checked already
             parallel.audit(self.models, self.frozen, self.iteration)  # COLLECTIVE

@@ -275,8 +275,8 @@ def test_a_path_may_begin_at_home(toy, monkeypatch):
     ("sft.py", "resume_from_checkpoint", "same command"), ("rm.py", "bf16", "dtype=bfloat16"),
     ("grpo.py", "actor_rollout_ref.rollout.n", "group_size"), ("grpo.py", "rollout.n", "group_"),
     ("sft.py", "group_size", "of grpo.py"), ("ppo.py", "temprature", "'temperature'"),
-    ("rm.py", "beta", "of ppo.py and grpo.py, not of this"), ("ppo.py", "batch-size", "'batch_size'"),
-    ("ppo.py", "target_kl", "kl_controller"), ("ppo.py", "config", "type its path alone"),
+    ("rm.py", "beta", "of ppo.py and grpo.py, not of this"), ("ppo.py", "target_kl", "kl_contro"),
+    ("ppo.py", "batch-size", "'batch_size'"), ("ppo.py", "config", "type its path alone"),
     ("ppo.py", "no-gradient-checkpointing", "--gradient_checkpointing=False"),
     ("ppo.py", "xyz_steps", "--help")])
 def test_an_unknown_key_is_told_of_the_right_one(script, key, hint):

@@ -118,6 +118,18 @@ def test_ranks_wait_for_one_whose_disk_is_slow(world, tmp_path):
     assert [said.count("slow") for said in result.out] == [1, 1], result
 
 
+def test_a_kill_before_the_last_older_checkpoint_goes(world, tmp_path):
+    """The run that resumes saves nothing more, and deletes it."""
+    def die(out_dir, iteration, keep):
+        if iteration == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    keys = keys_of(world, "sft.py", checkpoint_interval=1, max_iters=2)
+    whole = well("sft.py", tmp_path / "whole", keys)
+    assert run("sft.py", tmp_path, keys, before=on(0, "delete_older", die)).codes == [-9]
+    assert sorted(os.listdir(well("sft.py", tmp_path, keys))) == sorted(os.listdir(whole))
+
+
 # requests to stop
 
 
