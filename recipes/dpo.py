@@ -151,10 +151,10 @@ def completion_logprobs(model, pairs):
         return in_rows(model.logprobs(tokens, mask, chunk=system.head_chunk)[0], mask), mask
 
 
-def read_reference(parts):
-    """completion_logprobs of the reference for each micro-batch, without gradients."""
-    with no_grad_forwards([ref_policy], device):
-        return [completion_logprobs(ref_policy, pairs)[0] for pairs in parts]
+def read(model, parts):
+    """completion_logprobs for each micro-batch, without gradients."""
+    with no_grad_forwards([model], device):
+        return [completion_logprobs(model, pairs)[0] for pairs in parts]
 
 
 def rewards_of(log_ratio, pairs):
@@ -182,9 +182,8 @@ def evaluate():
     """A collective: the loss of the held-out pairs, without smoothing."""
     run.enter("eval")
     parts, sums = list(my_micro_batches(eval_pairs)), {}
-    with no_grad_forwards([policy], device):
-        ours = [completion_logprobs(policy, pairs)[0] for pairs in parts]
-    for pairs, logprobs, ref_logprobs in zip(parts, ours, read_reference(parts), strict=True):
+    ours, theirs = read(policy, parts), read(ref_policy, parts)
+    for pairs, logprobs, ref_logprobs in zip(parts, ours, theirs, strict=True):
         chosen, rejected = rewards_of(logprobs - ref_logprobs, pairs)  # (b,) each
         add_up(sums, "eval", chosen, rejected, {"eval/loss": -logsigmoid(chosen - rejected)})
     record = parallel.all_reduce_metrics(sums)  # COLLECTIVE
@@ -209,7 +208,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     rows = batch_rows(seed, iteration, batch_size, train_rows)
     batch = [train_rows.ids[i] for i in rows]  # of all ranks
     parts = list(my_micro_batches(batch))  # of this rank
-    theirs = read_reference(parts)
+    theirs = read(ref_policy, parts)
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     parallel.zero_gradients(gradients)

@@ -5,7 +5,6 @@ quartet's own pages, whose losses stand in their loops.
 A function is found by its name in the syntax tree, and so is all of the same wheel that it calls.
 What is neither there nor in LIBRARIES, such as a logger, is a stub that does nothing.
 """
-import __future__
 import ast
 import builtins
 import contextlib
@@ -21,17 +20,20 @@ DECORATORS = {"staticmethod", "classmethod", "property", "dataclass", "no_grad"}
 
 class Bare(ast.NodeTransformer):
     """
-    Without decorators of registries and compilers, without assertions on types, and without imports
-    inside of functions: their names become those of the module, or stubs.
+    Without decorators of registries and compilers, without annotations and assertions on types, and
+    without imports inside of functions: their names become those of the module, or stubs.
     """
 
-    def visit_FunctionDef(self, node):
-        self.generic_visit(node)
-        node.decorator_list = [one for one in node.decorator_list
-                               if DECORATORS & {*re.findall(r"\w+", ast.unparse(one))}]
+    def generic_visit(self, node):
+        super().generic_visit(node)
+        if hasattr(node, "decorator_list"):
+            node.decorator_list = [one for one in node.decorator_list
+                                   if DECORATORS & {*re.findall(r"\w+", ast.unparse(one))}]
+        if hasattr(node, "annotation"):  # of a dataclass it must be something
+            node.annotation = ast.Constant(None) if isinstance(node, ast.AnnAssign) else None
+        if hasattr(node, "returns"):
+            node.returns = None
         return node
-
-    visit_ClassDef = visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Assert(self, node):
         return ast.copy_location(ast.Pass(), node)
@@ -40,17 +42,9 @@ class Bare(ast.NodeTransformer):
 
 
 def names_in(node):
-    """The names that code reads, without those of its annotations."""
-    found, left = set(), [node]
-    while left:
-        part = left.pop()
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
-            found.add(part.id)
-        left += [child for field, value in ast.iter_fields(part)
-                 if field not in ("annotation", "returns")
-                 for child in (value if isinstance(value, list) else [value])
-                 if isinstance(child, ast.AST)]
-    return found - {*dir(builtins)}
+    """The names that code reads."""
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)
+            and isinstance(part.ctx, ast.Load)} - {*dir(builtins)}
 
 
 class Module:
@@ -111,9 +105,7 @@ class Module:
         defined = {getattr(one, "name", "") for one in body} | given.keys()
         space = given | {name: self._find(name)
                          for name in set().union(*map(names_in, body)) - defined}
-        code = compile(ast.fix_missing_locations(ast.Module(body, [])), self._path, "exec",
-                       __future__.annotations.compiler_flag)
-        exec(code, space)
+        exec(compile(ast.fix_missing_locations(ast.Module(body, [])), self._path, "exec"), space)
         return space
 
     def method(self, dotted):

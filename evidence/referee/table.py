@@ -104,13 +104,7 @@ for name, (package, version, function) in TRAINERS.items():
         absent.append(f"{package} {version}")
         continue
     columns.append(column := f"{name} {version}")
-    wheel = Wheel(path)
-    try:
-        adapters = function(wheel)
-    except AttributeError as e:  # another version of it
-        say(f"{column}: {e}")
-        continue
-    for row, cell in adapters.items():
+    for row, cell in function(Wheel(path)).items():
         adapter, *choices = cell if isinstance(cell, tuple) else (cell,)
         try:
             cells[row, column] = compare(row, adapter, choices)

@@ -70,7 +70,7 @@ def test_an_option_is_there_under_the_name_by_which_it_is_imported():
 
 
 def plain_runs(folder, ppo, sft):
-    """Runs of ppo.py and sft.py, and rules on plain texts: what is imported, and what is not."""
+    """Runs of ppo.py and sft.py: what is imported, and what is not."""
     of_copy(ROOT)(0)  # all is imported anew
     os.chdir(folder)
     for script, keys in (("ppo.py", ppo), ("sft.py", sft)):
@@ -81,15 +81,8 @@ def plain_runs(folder, ppo, sft):
             # an environment may lie in the repository
             found = [x for x in found if x.startswith(ROOT) and not x.startswith(sys.prefix)]
             write("files", " ".join(os.path.relpath(file, ROOT) for file in found))
-    from grading.answers import accuracy, thinks
-
-    texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
-    batch = dict(completions=texts, rows=[dict(prompt="12+34=", answer="46")] * len(texts))
-    assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
     loaded = {name for name in sys.modules if name.startswith(("options.", "grading."))}
     assert loaded == {"options.cards", "grading.answers"}, loaded
-    accuracy(batch | dict(completions=["<answer>46</answer>"] * 6))
-    assert {"grading.forms", "grading.marks"} <= sys.modules.keys()
 
 
 def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
