@@ -303,24 +303,23 @@ if __name__ == "__main__":
     print(f"{device.type}, {torch.get_num_threads()} CPU threads, torch {torch.__version__}, "
           f"{speed / 1e12:.3g} TFLOP/s in a large product; {batch_size} responses of up to "
           f"{max_new_tokens} tokens to prompts of {prompt_length}")
+    P, R = prompt_length, max_new_tokens
+    plain = dict(batch_size=batch_size, micro_batch_size=micro_batch_size, max_new_tokens=R,
+                 dtype=system.dtype, head_chunk=system.head_chunk)
 
-    def needs(script, P, R, mean, **keys):
+    def needs(script, mean, P=P, **keys):
         """{phase: its limit in seconds}, {phase: its Count} of these responses; see limits."""
-        keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size, max_new_tokens=R,
-                    dtype=system.dtype, head_chunk=system.head_chunk) | keys
-        return limits(script, keys_of(script, folder, keys), P, round(mean), device)
+        return limits(script, keys_of(script, folder, plain | keys), P, round(mean), device)
 
     with tempfile.TemporaryDirectory() as folder:
         sizes = sizes_of_llama(vocab_size, d_model, n_layer, n_head, n_kv_head, d_ff)
-        make_models(folder, sizes, prompt_length, max_new_tokens,
-                    2 / max_new_tokens if lengths == "real" else 0.0, system, "ppo" in work)
-        P, R = prompt_length, max_new_tokens
+        make_models(folder, sizes, P, R, 2 / R if lengths == "real" else 0.0, system, "ppo" in work)
         if "sampling" in work:
             took, again = sampling(folder, system, batch_size, P, R, repeats)
             for name, runs in took.items():
                 seconds, tokens = map(statistics.median, zip(*runs, strict=True))
                 least, phases = needs(
-                    "ppo", P, R, tokens / batch_size, value_init="policy", reward_path="",
+                    "ppo", tokens / batch_size, value_init="policy", reward_path="",
                     reward_functions=os.path.join(folder, "rule.py:score"))
                 print(f"  {name}: {seconds:.3f} s ({least['rollout'] / seconds:.0%}), "
                       f"{tokens / seconds:.0f} tokens/s, {1000 * seconds / R:.2f} ms a step, "
@@ -331,20 +330,19 @@ if __name__ == "__main__":
             # each token behind the first one is a target; two such steps, because grpo.py wants
             # groups of two at least
             T = P + R
-            least, phases = needs("grpo", 1, T - 1, T - 1, batch_size=2 * micro_batch_size,
-                                  group_size=2, num_minibatches=2)
+            least, phases = needs("grpo", T - 1, P=1, max_new_tokens=T - 1, group_size=2,
+                                  batch_size=2 * micro_batch_size, num_minibatches=2)
             print(f"  update: {seconds:.3f} s ({least['update'] / 2 / seconds:.0%}), "
                   f"{phases['update'].flop / 2 / seconds / 1e12:.2f} TFLOP/s", flush=True)
             print_longest(again, device)
         for script in [script for script in ("ppo", "grpo") if script in work.split(",")]:
-            keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
-                        max_new_tokens=R, max_iters=repeats + 1, dtype=system.dtype,
-                        device_type=system.device_type, compile=system.compile)
+            keys = plain | dict(max_iters=repeats + 1, device_type=system.device_type,
+                                compile=system.compile)
             keys |= dict(group_size=4) if script == "grpo" else {}
             keys |= dict(pair.split("=", 1) for pair in run_keys.split(",") if pair)
             records = iterations(script, folder, keys)
             length = statistics.mean(r["objective/length"] for r in records)
-            least, _ = needs(script, P, R, length, **keys)
+            least, _ = needs(script, length, **keys)
             seconds = {phase: statistics.median(r[f"time/{phase}"] for r in records)
                        for phase in ("rollout", "score", "update", "iteration")}
             phases = [f"{phase} {took:.3f} s ({least[phase] / took:.0%})"

@@ -112,9 +112,6 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
     "gradients_stay": ("ppo", "ranks", "zero_gradients", (
         None, "            parallel.zero_gradients(gradients)\n            if", "            if")),
     "mask_too_late": ("ppo", "mask", "masked_sum", (None, PG, PG.replace("m)", "m.roll(1, 1))"))),
-    "whitened_by_rank": ("ppo", "ranks", "share", (None, A, (
-        "own = torch.zeros_like(mask)\n    own[parallel.share(len(mask))] = True\n    "
-        + A.replace("mask)", "mask & own)")))),
     "default_argument": ("ppo", "resume", "`shape_scores`", (
         None, "def shape_scores(batch):", "def shape_scores(batch, before=[]):"), (
         None, "    if missing_eos_penalty > 0:", "    before.append(scores.mean().item())\n"
@@ -161,10 +158,6 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
     "mask_of_texts": ("ppo", "mask", "masked_whiten", (
         None, A, 'text = torch.arange(mask.shape[1]) < batch["lengths"][:, None]\n    '
         + A.replace("mask)", "text)"))),
-    "mask_of_responses": ("ppo", "turns", "compute_gae", (
-        None, 'batch["values"], mask, gamma', 'batch["values"], (torch.arange(mask.shape[1]) < '
-        'batch["lengths"][:, None]) & (torch.arange(mask.shape[1]) >= batch["begins"][:, None]), '
-        "gamma")),
     # the other scripts
     "mean_of_means_sft": ("sft", "parts", "gradient", (
         None, "loss / token_count", "loss / len(logprobs)")),
@@ -220,8 +213,6 @@ FORKS = {
         "run.state['mean'] = mean = 0.9 * run.state.get('mean', 0.0) + 0.1 * scores.mean().item()\n"
         f"    scores = scores - mean\n    {R}"))),
 }
-CONFIGS = dict(ppo="arithmetic_ppo", grpo="arithmetic_grpo", sft="arithmetic_sft",
-               rm="arithmetic_rm", dpo="arithmetic_dpo")
 
 
 def copy_of(folder, edits=(), diffs=(), script=""):
@@ -246,7 +237,7 @@ def copy_of(folder, edits=(), diffs=(), script=""):
 
 def typed(script, more=()):
     """The command's arguments, behind the script."""
-    return [f"{HERE}/config/{CONFIGS[os.path.basename(script)]}.py", *more]
+    return [f"{HERE}/config/arithmetic_{os.path.basename(script)}.py", *more]
 
 
 def proof_of(folder, script, more, edits, diffs=(), only=""):

@@ -12,8 +12,6 @@ iterations the scores are others. "n" is the number of an iteration, "i" that of
 whole runs begin where `bash runs/search.sh` and `CPU=1 bash runs/smollm2.sh` have done their SFT.
 """
 import os
-import re
-import runpy
 import sys
 import tempfile
 
@@ -64,37 +62,35 @@ KEYS = dict(
     value_learning_rate=3e-3, value_lr_decay="constant", checkpoint_interval=0)
 
 
-def keys_of(case, folder):
-    """The keys of a case; what it needs is written into the folder."""
-    from tiny import jsonl, save_random, write
+def typed_for(case, folder):
+    """What is typed for a case; what it needs is written into the folder."""
+    from tiny import jsonl, save_random, typed, write
 
     if case in RUNS:
-        config, changed = RUNS[case]
-        keys = runpy.run_path(f"{ROOT}/config/{config}.py") | changed
-        keys |= dict(eval_path="", checkpoint_interval=0, max_iters=25)
-        return {name: re.sub(r"\b(out|data)/", rf"{ROOT}/\1/", str(x))
-                for name, x in keys.items() if name[0] != "_"}
+        config, keys = RUNS[case]
+        keys = keys | dict(eval_path="", checkpoint_interval=0, max_iters=25)
+        return [f"config/{config}.py", *typed(keys)]
     save_random(f"{folder}/policy")
     rows = [dict(prompt=f"{start}{letter}") for letter in LETTERS for start in ("ac", "bd")]
     reward = write(f"{folder}/reward.py", REWARD.replace("CASE", CASES[case]))
-    return KEYS | dict(policy_path=f"{folder}/policy", reward_functions=f"{reward}:reward",
-                       prompts_path=jsonl(f"{folder}/prompts.jsonl", rows * 9))
+    return typed(KEYS | dict(policy_path=f"{folder}/policy", reward_functions=f"{reward}:reward",
+                             prompts_path=jsonl(f"{folder}/prompts.jsonl", rows * 9)))
 
 
-def with_unit_1(rank):
-    """Called before a run: the unit of a value model stays 1."""
-    from model import Model
+def run(case, more, unit_1):
+    """The records of a run's log. unit_1: the unit of its value model stays 1."""
+    from tiny import Started, read_jsonl
 
-    Model.update_unit = lambda self, scores, state: self.unit
+    def before(rank):
+        from model import Model
 
-
-def run(case, more, before):
-    """The records of a run's log."""
-    from tiny import Started, read_jsonl, typed
+        os.chdir(ROOT)  # the whole runs' paths begin there
+        if unit_1:
+            Model.update_unit = lambda self, scores, state: self.unit
 
     with tempfile.TemporaryDirectory() as folder:
-        keys = keys_of(case, folder) | more | dict(out_dir=f"{folder}/out")
-        result = Started("ppo.py", typed(keys), folder, before=before).wait(3 * 3600)
+        argv = [*typed_for(case, folder), *more, f"--out_dir={folder}/out"]
+        result = Started("ppo.py", argv, folder, before=before).wait(3 * 3600)
         if result.codes != [0]:
             sys.exit(f"{case}: {result.err[0]}")
         return read_jsonl(f"{folder}/out/log.jsonl")
@@ -102,11 +98,10 @@ def run(case, more, before):
 
 if __name__ == "__main__":
     named = [a for a in sys.argv[1:] if not a.startswith("--")] or CASES
-    more = dict(a[2:].split("=") for a in sys.argv[1:] if a.startswith("--"))
-    before = with_unit_1 if more.pop("unit", None) else lambda rank: None
+    more = [a for a in sys.argv[1:] if a.startswith("--") and a != "--unit=1"]
     print(f"{'explained variance at':<22}" + "".join(f"{n:>9}" for n in SHOWN) + "   units")
     for case in named:
-        log = [record for record in run(case, more, before) if "val/unit" in record]
+        log = [record for record in run(case, more, "--unit=1" in sys.argv) if "val/unit" in record]
         shown = [log[n]["val/explained_variance"] for n in SHOWN if n < len(log)]
         units = [record["val/unit"] for record in log]
         print(f"{case:<22}" + "".join(f"{x:9.2f}" for x in shown) + "   "

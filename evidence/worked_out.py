@@ -191,14 +191,22 @@ def over_the_mean(c, groups):
             r.advantage = r.advantage / (middle + 1e-4) if middle > 0 else 0.0
 
 
+def compared(scores):
+    """Each minus the mean of all, over their deviation; None is no score."""
+    known = there(scores)
+    if is_flat(known):
+        return [0.0] * len(scores)
+    unit = statistics.stdev(known) + 1e-4
+    return [0.0 if x is None else (x - mean(known)) / unit for x in scores]
+
+
 def each_reward_alone(c, groups):
     for r in flat(groups):
         r.judged, r.advantage = r.score, 0.0
     for group in groups:
         for weight, name in c.mix:
-            x = [r.each[name] for r in group]
-            for r in group if not is_flat(x) else ():
-                r.advantage += weight * (r.each[name] - mean(x)) / (statistics.stdev(x) + 1e-4)
+            for r, x in zip(group, compared([r.each[name] for r in group]), strict=True):
+                r.advantage += weight * x
     divide(groups, [r.advantage for r in flat(groups)])
 
 
@@ -259,15 +267,6 @@ def by_turns(c, groups):
                                     (r.worth[turn] - mean(x)) / (statistics.stdev(x) + 1e-4))
                 seen["alone" if len(x) == 1 else f"turn {turn}"] += 1
             r.advantage = any(r.advantages)
-
-
-def compared(scores):
-    """Each minus the mean of all, over their deviation; None is no score."""
-    known = there(scores)
-    if is_flat(known):
-        return [0.0] * len(scores)
-    unit = statistics.stdev(known) + 1e-4
-    return [0.0 if x is None else (x - mean(known)) / unit for x in scores]
 
 
 def by_steps(c, groups):

@@ -23,7 +23,6 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
     "test_formulas": [
         ("formulas.py", "masked_mean((x - mean) ** 2, mask)", "x[mask].var()", "reductions"),
         ("metrics.py", "/ min(temperature, 1.0)", "* min(temperature, 1.0)", "gaps"),
-        ("formulas.py", ".exp().clamp(max=cap)", ".exp().clamp(min=cap)", "importance"),
         ("groups.py", "advantages * n / (n - 1)", "advantages * (n - 1) / n", "group"),
         ("groups.py", "weights.sum().clamp(min=1)", "mask.numel()", "weights"),
         ("model.py", "logprobs.masked_fill(logprobs == -torch.inf, 0)", "logprobs", "impossible")],
@@ -32,7 +31,6 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
     "test_rewards": [
         ("model.py", "torch.arange(len(tokens)), last]", "torch.arange(len(tokens)), last - 1]",
          "read"),
-        ("rewards.py", "sum(weight * torch.where", "sum(torch.where", "sum"),
         ("grading/answers.py", "% 2 and mark.end() == len(ending)", "% 2", "begun")],
     "test_prompts": [
         ("prompts.py", "range(iteration * batch_size, (iteration + 1) * batch_size)",
@@ -48,7 +46,6 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("tokenizer.py", "min(self.vocab_size, embeddings)", "embeddings", "loop"),
         ("rollout.py", "uniform.double() * cdf[:, -1]", "uniform.double() * 2.0**40", "extreme"),
         ("rollout.py", "positions[row, -1:] + 1", "positions[row, -1:]", "loop"),
-        ("batches.py", "lengths=begins + lengths", "lengths=lengths", "loop"),
         ("rollout.py", "(budgets[live] > t + 1)", "(budgets[live] > t)", "leave"),
         ("load.py", "(0.3 if in_16_bits else 1e-3)", "0.3e3", "refused")],
     "test_programs": [
@@ -56,22 +53,18 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
     "test_parallel": [
         ("parallel.py", "mul_(1 / scale)", "div_(scale * rank_and_size()[1])", "exchange"),
         ("parallel.py", "chunk.long() * (i * 2 + 1)", "chunk.long() * i * 2", "checksum"),
-        ("parallel.py", "        first += len(chunk)\n", "", "chunks"),
         ("parallel.py", "2 * alike <= len(sums)", "sums != sums[0]", "three")],
     "test_configurator": [
         ("configurator.py", "if not equals or model == name", "if model == name", "one_model"),
         ("configurator.py", "[arg for arg in argv if arg not in typed]",
-         "reversed([arg for arg in argv if arg not in typed])", "wins"),
-        ("configurator.py", "if equals and model not in MODELS:", "if False:", "one_model")],
+         "reversed([arg for arg in argv if arg not in typed])", "wins")],
     # runs that are stopped, killed, or wrong
     "test_scripts": [
         ("ranks.py", "= not this_rank.stop, True", "= not this_rank.stop, False", "bits and sft"),
         ("errors.py", "os._exit(code or 1)", "os._exit(1)", "typo"),
         ("prompts.py", "repr(tuple(ids)).encode()", "repr(len(ids)).encode()", "another"),
-        ("run.py", "if last or interval and", "if interval and", "in_the_folder"),
         ("checkpoint.py", '"iteration": iteration}', '"iteration": iteration + 1}', "bits and sft"),
         ("run.py", "(self.gap_limit if checked else math.inf)", "math.inf", "first_step"),
-        ("run.py", "if not good:\n            from", "if 0:\n            from", "first_step"),
         ("ppo.py", "if num_minibatches > batch_size:", "if False:", "empty")],
     "test_checkpoint": [
         ("checkpoint.py", "<= iteration][-keep:]", "<= iteration][:keep]", "kills"),
@@ -90,7 +83,6 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("ppo.py", '[batch["index"], last_real(mask)] +=', "[:, -1] +=", "learned"),
         ("ppo.py", "torch.max(vf_losses1", "torch.min(vf_losses1", "learned"),
         ("ppo.py", "vf_losses2) / unit**2", "vf_losses2) / unit", "shared"),
-        ("ppo.py", "torch.inf) * unit", "torch.inf)", "mixed"),
         ("groups.py", "clipped_ratio.detach() * logprobs", "clipped_ratio * logprobs", "cispo"),
         ("grpo.py", "scores - kl_coef * kl.sum(1)", "scores - kl_coef * kl.mean(1)", "rloo"),
         ("grpo.py", "if not teaches[index].any():", "if not counted[index].any():", "dr"),
@@ -110,9 +102,6 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("grading/answers.py", "text[last.end():]", "text[marks[0][1].end():]", "behind")],
     "test_zero": [
         ("load.py", "parts = hf.get_decoder(), hf.get", "parts = hf, hf.get", "vision")],
-    "test_steps": [
-        ("grpo.py", "not teaches[index].any():\n                continue",
-         "False:\n                continue", "nothing")],
     "test_device": [
         ("ranks.py", "[device.index] if gpu else None", "None", "nccl")],
     "test_bad_input": [
@@ -122,11 +111,8 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("tokenizer.py", "== self.skipped_id:", "is None:", "others")],
     "test_sandbox": [
         ("grading/sandbox.py", '"--unshare-ipc", ', "", "host_sees"),
-        ("grading/sandbox.py", "echo 1000 >", "echo 100 >", "host_sees"),
         ("grading/sandbox.py", '"--remount-ro", "/", ', "", "attack"),
         ("grading/sandbox.py", "NEWER = 424", "NEWER = 999", "filter"),
-        ("grading/sandbox.py", "{14: EPERM, 25", "{25", "filter"),
-        ("grading/sandbox.py", "6: 0, 7: 0,", "6: 0,", "filter"),
         ("grading/sandbox.py", "> limit + 1:", "> 2**40:", "verdicts")]}
 
 
