@@ -241,24 +241,20 @@ for other in list(paths)[1:]:
         duels.append(dict(policy=first, against=other, prompts=len(won), wins=estimate(won)))
 
 
-LENGTH = ".1f"  # the form of a mean length
-
-
 def cell(its, form):
     """An estimate in a table."""
     if its is None:
         return "-"
     mean, error, low, high = (format(x, form) if x is not None else "?" for x in (
         its["mean"], its["error"], its["low"], its["high"]))
-    # a length is no share, even if all are 1
-    return f"{mean} ({low} to {high})" if its["wilson"] and form != LENGTH else f"{mean} ±{error}"
+    return f"{mean} ({low} to {high})" if its["wilson"] else f"{mean} ±{error}"
 
 
 def show(title, table):
     """Print a table of policies."""
     lines = [["", *table]]
     for figure in dict.fromkeys(figure for its in table.values() for figure in its):
-        form = LENGTH if figure.endswith(" length") else ".3f"
+        form = ".1f" if figure.endswith(" length") else ".3f"
         lines.append([figure, *(cell(its.get(figure), form) for its in table.values())])
     left, *wide = (max(map(len, column)) + 2 for column in zip(*lines, strict=True))
     print(f"\n{title}")

@@ -16,7 +16,6 @@ from unittest import mock
 from configurator import read_json
 from errors import BadInput, first_line, say, visible
 from options.home import from_home
-from options.sources import raw_rows, rename
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
@@ -57,23 +56,21 @@ def as_in_run(argv, key, default, keys):
     BadInput, see refuse_code.
     """
     typed = {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv}
-    taken, empty = {}, {}  # {key: (value, file)}
+    taken = {}  # {key: (value, file)}
     for path in from_home(typed.get(key, default)).split(","):
         folder = os.path.dirname(os.path.realpath(path.strip()))
         run, file = config_of(folder), os.path.join(folder, "config.json")
         if "out_dir" in run:  # else it is not of a run
             known = {name: run[theirs] for name, theirs in keys.items() if theirs in run}
-            new = {name: x for name, x in known.items() if x != "" and name not in typed | taken}
+            new = {name: x for name, x in known.items()  # empty is theirs, too, but a later may set it
+                   if name not in typed and taken.get(name, [""])[0] == ""}
             refuse_code(new, file, typed.get("trust_code") == "True")
             where = os.path.relpath(file)
             other = [f"{keys[name]}={x!r}" for name, x in known.items()
-                     if name in taken and x not in ("", taken[name][0])]
+                     if name in taken.keys() - new and x not in ("", taken[name][0])]
             if other:
                 say(f"{where}: not used, because all are judged alike: {' '.join(other)}")
             taken |= {name: (x, where) for name, x in new.items()}
-            empty |= {name: (x, where) for name, x in known.items()
-                      if x == "" and name not in typed}
-    taken = empty | taken  # empty in all runs: as for eval_path, the tool's default is not theirs
     asked = {name: x for name, (x, _) in taken.items()} | typed
     if not asked.get("environment") and not asked.get("tools"):  # --environment= says: none
         taken.pop("max_turns", None)  # it would have no effect
@@ -125,21 +122,6 @@ def config_of(folder):
     if not isinstance(keys, dict):
         raise BadInput(f"{file} has no keys of a run; give another folder")
     return keys
-
-
-def system_message_of(path):
-    """
-    [the system message] of the first row that the run of a policy, out_dir/policy, has trained on;
-    [] where it has none, or the file is gone.
-    """
-    run = config_of(os.path.dirname(os.path.realpath(path)))
-    data = str(run.get("prompts_path") or run.get("train_path") or "")
-    data = data if os.path.isfile(data) else data.split(",")[0].rpartition("*")[2].strip()
-    with contextlib.suppress(BadInput, StopIteration, LookupError, TypeError):  # odd rows have none
-        prompt = rename(next(raw_rows(data))[1], str(run.get("fields", ""))).get("prompt")
-        if isinstance(prompt, list) and prompt[0]["role"] == "system":
-            return prompt[:1]
-    return []
 
 
 def split_paths(text, key):
