@@ -216,26 +216,17 @@ def main(argv):
     print(f"{script}.py on {number} x {name}, {config['dtype']}, {config['batch_size']} rows an "
           f"iteration\nprompts of {P} tokens ({where}), responses of {means[0]}, the longest of "
           f"{longest}", flush=True)
-    depths = work.depths_of(script, config)
-    run = work.dry_run_by_lines(script, config, depths, [{}] + [
+    run = work.dry_run_by_lines(script, config, [{}] + [
         work.one_row(script, P, mean) for mean in means])
-    fits = memory.fitting(script, config, run[2])
-    if fits:
-        peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}
-        bad, _ = memory.verdict(script, config, peaks, fits)
-        if bad:
-            raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
+    peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}
+    bad, good = memory.verdict(script, config, peaks, memory.fitting(script, config, run[2]))
+    if bad:
+        raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
     counts = {mean: work.counted(script, run, P, mean) for mean in means}
     speed = speed_of(card, config)
     took = own["measure"] and measure.measure(script, config, P, means[0])  # COLLECTIVE
     report(script, config, own, card, P, means, counts, speed, took)
-    if fits:
-        found = work.helpful(script, config, counts[means[0]], fits, P, means[0], speed, depths)
-        print("\nan iteration's limit with other keys, and as many rows as fit:" if found else
-              "\nNeither rollout_batch_size, micro_batch_tokens, zero_stage nor head_chunk lowers "
-              "the limit.")
-        for saved, keys in found:
-            print(f"{-saved:>+12.3g} s   {' '.join(typed(keys))}")
+    print("\n".join(["", *good]))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def as_in_run(argv, key, default, keys):
         run, file = config_of(folder), os.path.join(folder, "config.json")
         if "out_dir" in run:  # else it is not of a run
             known = {name: run[theirs] for name, theirs in keys.items() if theirs in run}
-            new = {name: x for name, x in known.items()  # empty is theirs, too, but a later may set it
+            new = {name: x for name, x in known.items()  # what is empty, a later run may set
                    if name not in typed and taken.get(name, [""])[0] == ""}
             refuse_code(new, file, typed.get("trust_code") == "True")
             where = os.path.relpath(file)

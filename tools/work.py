@@ -13,7 +13,6 @@ Counted are the bytes that no implementation avoids: the weights once in a decod
 forward pass of a micro-batch, once more in its backward pass, which also adds to the gradients; the
 keys and values of all tokens so far; and what an optimizer reads and writes. Not the activations.
 """
-import contextlib
 import functools
 import math
 import time
@@ -21,11 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from errors import BadInput
 from options.trunk import layers_of
-from tools.memory import (FEWEST, MOST, Count, build, dry_run, fitting, say_progress, sizes_of,
-                          without_files)
-from tools.runs import typed
+from tools.memory import FEWEST, MOST, Count, build, dry_run, without_files
 
 
 class Often(NamedTuple):
@@ -154,14 +150,14 @@ def to_all_layers(few, more, deep):
         deep.get(name, policy) - few)
 
 
-def dry_run_by_lines(script, config, depths, wanted):
+def dry_run_by_lines(script, config, wanted):
     """
     (rows, numbers, step) like dry_run's, but through models of few layers and lines to all, see
     depths_of; step takes the keys of `wanted`, a list of dicts, and those of fitting. A peak by a
     line can be too low, where with few layers another moment is the highest.
     """
     wanted = wanted + [FEWEST, MOST] * bool(config["gpu_gb"])
-    taken = []
+    depths, taken = depths_of(script, config), []
     for layers in depths[:2] if depths else (0,):
         with dry_run(script, config, layers) as (rows, numbers, step):
             taken.append((rows, numbers, [step(**keys) for keys in wanted]))
@@ -234,46 +230,6 @@ def least_of(work, card):
         if least[bound]:
             found[phase] = least[bound], bound
     return found
-
-
-# -------------------------------------------------------------------------------------------------
-# keys that may help
-
-
-def total(script, config, count, P, mean, speed):
-    """The limit of an iteration, in seconds."""
-    found = least_of(work_of(script, config, count, P, mean), speed)
-    return sum(seconds for seconds, _ in found.values())
-
-
-def helpful(script, config, count, fits, P, mean, speed, depths):
-    """
-    [(seconds saved, keys to type)] of as many rows as fit, and of two keys with as many, which save
-    some, the best first. count, fits: of counted and memory.fitting.
-    """
-    now, found = total(script, config, count, P, mean, speed), []
-    *_, prompt, longest = sizes_of(script, config)
-    changes = [{}, *(dict(zero_stage=x) for x in ("", "2", "3") if config["world_size"] > 1
-                     and x != config["zero_stage"]),
-               dict(head_chunk=0 if config["head_chunk"] else 1024)]
-    for change in changes:
-        if change:
-            say_progress(f"with {' '.join(typed(change))}")
-            try:
-                with contextlib.redirect_stdout(None):
-                    run = dry_run_by_lines(
-                        script, config | change, depths, [one_row(script, P, mean)])
-            except BadInput:
-                continue  # such as stage 3 with adafactor
-            count, fits = counted(script, run, P, mean), fitting(script, config | change, run[2])
-        if all(rows for rows, _ in fits.values()):  # not, where one row does not fit
-            rows = min(fits[phase][0] for phase in ("reading", "update"))
-            most = dict(micro_batch_tokens=rows * (prompt + longest))
-            if "rollout" in fits:
-                most["rollout_batch_size"] = fits["rollout"][0]
-            after = config | change | most
-            found.append((now - total(script, after, count, P, mean, speed), change | most))
-    return sorted((x for x in found if x[0] > 0.002 * now), key=lambda pair: -pair[0])
 
 
 # -------------------------------------------------------------------------------------------------
