@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import errors
 import pytest
 import test_configurator
 import torch
@@ -46,8 +45,7 @@ FILES = {  # which the table names: their texts, or rows
     "odd.py": "def f(completion, answer):\n    return 1.0\n", "mine.py": "batch_size = 9\n",
     "broken.py": "def f(batch)\n    return 1\n", "fails.py": "import nowhere_at_all\n",
     "verl.py": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-               "    return 1.0\ndef reward_func(queries, prompts, labels):\n    return {}\n"
-               "def late(batch):\n    import nowhere_at_all\n",
+               "    return 1.0\ndef reward_func(queries, prompts, labels):\n    return {}\n",
     "pickled/pytorch_model.bin": "", "pickled/training_args.bin": "",
     "bare/config.json": '{"model_type": "llama"}', "bare/tokenizer_config.json": "{}",
     "compare.txt": "answers: a c\n{prompt}{first}|{second}", "half.txt": "answers: a c\n{first}"}
@@ -65,7 +63,6 @@ rm.py --train_path=$empty.jsonl | empty.jsonl
 sft.py --train_path=$foreign.jsonl | foreign.jsonl; line 1; 'prompt'; conversations
 grpo.py --prompts_path=$mute.jsonl --reward_functions=accuracy | row 2; 'accuracy'; 'answer'
 grpo.py --prompts_path=$null.jsonl --reward_functions=accuracy | row 1; 'answer'; null
-sft.py --train_path=x*$sft_train | train.jsonl; x
 sft.py --train_path=$chat.jsonl | chat.jsonl; row 2; template
 sft.py --train_path=$mixed.jsonl | mixed.jsonl; line 1
 sft.py --fields=question | fields; THEIRS>OURS
@@ -85,7 +82,6 @@ ppo.py --reward_path=$other | --value_init=policy
 ppo.py --value_init=$other | =policy
 grpo.py --ref_path=$swapped | ref_path
 sft.py --init_from=$pickled | pytorch_model.bin; safe; python -c 'from
-ppo.py --reward_path=$pickled | pytorch_model.bin
 ppo.py --reward_path=$three | 3 labels; rm.py
 sft.py --init_from=scratch --tokenizer_path=data/toy/tokenizer | no such folder; prepare
 sft.py --init_from=scratch --tokenizer_path=tiktoken:gpt9 | gpt9
@@ -113,7 +109,6 @@ sft.py --offload=policy=params | offload; policy
 sft.py --optim=adafactor --zero_stage=2 | policy; stage
 sft.py --optim=adamw8bit --dtype=bfloat16 --master_weights=False | adamw8bit; master_weights
 sft.py --optim=sgd | sgd; adafactor
-sft.py --optim=mine.py:A | mine.py:A
 sft.py --quantize=4bit | quantize; lora
 
 sft.py --out_dir=$sft_train | sft_train.jsonl
@@ -149,7 +144,6 @@ tools/sample.py --policy_path=$policy --prompt=a --limit=3 | limit
 tools/eval.py --by=tsk | tsk
 tools/eval.py --policies=$policy,nowhere | nowhere
 tools/eval.py --reward_path=$policy --reward_functions=reward_model | rm.py
-tools/eval.py --prompts_path=$huge.jsonl --max_new_tokens=60 | row
 tools/memory.py sft.py --init_from=$policy --lorra=3 | lorra
 tools/memory.py $sft | type the script first
 tools/memory.py ppo.py | --reward_path=FOLDER
@@ -210,8 +204,7 @@ def test_what_is_typed_wrong_is_one_line_and_nothing_is_written(world, files, tm
 
 toy = test_configurator.toy  # a fixture
 OTHER_FILES = {  # no config files: they would leave a mark if they were run
-    "data.jsonl": '{"prompt": "a", "answer": "3"}\n', "data.csv": "a,b\n1,2\n",
-    "data.py": '{"prompt": "a", "answer": "3"}\n', "empty.py": "# count = 4\n",
+    "data.jsonl": '{"prompt": "a", "answer": "3"}\n', "empty.py": "# count = 4\n",
     "own.py": "_count = 4\nMARK\n", "script.py": "import os\ncount = 4\nMARK\n",
     "other.py": "from math import pi\ncount = 4\nMARK\n", "a.py": "a: int = 4\nMARK\n",
     "reward.py": "count = 4\nMARK\ndef reward(batch):\n    count = 5\n",
@@ -219,12 +212,10 @@ OTHER_FILES = {  # no config files: they would leave a mark if they were run
     "with.py": "MARK\nwith open('with.py') as f:\n    count = 3\n"}
 COMPUTES = """
 import math as _math
-from os import path as _path
-_scratch = [i for i in range(9)]
 def _half(x):
     half = x // 2
     return half
-if _math.pi > 3: count = _half(len(_scratch))
+if _math.pi > 3: count = _half(9)
 for _i in range(2): rate = float((lambda x: x + _i)(1))
 """
 
@@ -313,12 +304,6 @@ def test_a_table_of_a_country_with_decimal_commas(tmp_path):
         assert [row for _, row in raw_rows(path)] == [dict(prompt=f"x{sign}y", answer=cell)]
 
 
-def test_a_reward_that_fails_in_an_import_is_said_with_its_own_line(files):
-    reward = load_reward("verl.py:late", files[0], "reward_functions")
-    with pytest.raises(Stop, match="verl.py, line 6: ModuleNotFoundError"):
-        reward(dict(completions=["a"], rows=[{}], prompts=["b"]))
-
-
 def test_help_has_each_key_in_80_columns(tmp_path):
     for script in "ppo.py", "tools/eval.py":
         said = said_by(script, tmp_path, ["--help"])
@@ -347,11 +332,6 @@ def test_a_copy_that_lacks_a_file_names_it(tmp_path, line, folder, file):
         (tmp_path / folder).mkdir(exist_ok=True)
 
 
-def test_a_package_that_is_missing_is_no_option():
-    other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
-    assert errors.translated(other) is other
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_an_optional_package_that_cannot_be_imported_is_named(tmp_path, monkeypatch, broken):
     """It is not there, or does not find what it needs itself. A rule's own stays the rule's."""
@@ -375,7 +355,7 @@ def test_an_optional_package_that_cannot_be_imported_is_named(tmp_path, monkeypa
             ask()
         assert ("nothing_such" in str(e.value)) == broken
     write(tmp_path / "mine.py", "def f(batch):\n    import wandb\n")
-    with pytest.raises(Stop, match=r"^reward 'f' failed at .*\.py, line \d: Mod"):
+    with pytest.raises(Stop, match=r"^reward 'f' failed at .*mine\.py, line 2: ModuleNotFound"):
         load_reward(f"{tmp_path}/mine.py:f", ".", "here")(dict(completions=["a"], rows=[{}]))
 
 
