@@ -72,13 +72,12 @@ def values_of(name, model, optimizer, made):
             for key, x in state.items():
                 if not torch.is_tensor(x) or not isinstance(key, str) or "." in key:
                     note(names[p], 1, key, x)
-        for key, x in vars(inner).items():
+        for key, x in () if known else vars(inner).items():
             if key in ("state", "param_groups"):
                 continue
-            if not known and hides(x, names):
+            if hides(x, names):
                 refuse(name, f"its attribute {key!r}, which has tensors or draws noise")
-            kept = (int, float) if known else (bool, int, float, str, list, tuple, dict)
-            if type(x) in kept and own.get(key) != repr(x):
+            if type(x) in (bool, int, float, str, list, tuple, dict) and own.get(key) != repr(x):
                 note("", 0, key, x)
     ranks, whole = range(parallel.rank_and_size()[1]), {}
     of_ranks = [parallel.from_rank(found, rank) for rank in ranks]  # COLLECTIVE

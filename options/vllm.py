@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, Pipe
 import torch
 
 import parallel
-from errors import BadInput, Lost, first_line
+from errors import BadInput, Lost, Stop, first_line
 from ranks import this_rank
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -70,21 +70,17 @@ def responder(policy, system, device, temperature, seeds):
         raise BadInput(f"sampler = 'vllm' goes with no generate_tp ({system.generate_tp}) and no "
                        f"float64 (dtype = {system.dtype!r}); leave one of them out")
     torch.cuda.empty_cache()  # vLLM needs what the update has used
-    refused = f"sampler = 'vllm', {policy.path}: {{}}; type --sampler=own"
-    vllm = engines.get(policy)
-    if vllm is None:
-        with parallel.patient(), parallel.in_step():  # COLLECTIVE: wait here for the slowest
-            try:
-                vllm = engines[policy] = VLLM(policy, system, device)
-            except Lost as e:
-                raise BadInput(refused.format(e)) from e
+    if policy not in engines:
         try:
+            with parallel.patient(), parallel.in_step():  # COLLECTIVE: wait here for the slowest
+                engines[policy] = VLLM(policy, system, device)
             # some models have other names in vLLM, or no kernels here: say so now
-            vllm.take_weights(policy)  # COLLECTIVE
-            vllm.ask("sample", dict(
+            engines[policy].take_weights(policy)  # COLLECTIVE
+            engines[policy].ask("sample", dict(
                 prompts=[[0]], seeds=[0], max_tokens=[1], temperature=1.0, eos_ids=[]))
-        except Lost as e:
-            raise BadInput(refused.format(e)) from e
+        except Stop as e:
+            raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; type --sampler=own") from e
+    vllm = engines[policy]
     vllm.take_weights(policy)  # COLLECTIVE
 
     def respond(prompts, uniforms, budgets=None):
