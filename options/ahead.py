@@ -80,28 +80,22 @@ class Ahead:
         response that never ends would be the worst by far, and a value model that starts as the
         reward model would begin 15 too high; so it gets the shift, too. run.state keeps it.
         """
-        run, shift = self.run, self.run.state.get("score_shift")  # a run that resumes knows it
-        models = [run.models["reward_model"]]
+        run, models = self.run, [self.run.models["reward_model"]]
         if self.config.get("value_init") == "reward":
             models.append(run.models["value_model"])
-
-        def set_shift(shift):
-            for model in models:
-                model.score_shift = shift
-            run.state["score_shift"] = models[0].hf.config.score_shift = shift
-
-        if shift is not None:
-            set_shift(shift)
-        if run.iteration == 0:  # with roles, too, by the trainers
+        if run.iteration > 0:
+            shift = run.state["score_shift"]
+        else:  # with roles, too, by the trainers
             batch = self.rollout_now("rollout", 0, self.rows, self.rows_of(0))  # COLLECTIVE
             self.batches[0], self.version[0] = batch, 0
-        if shift is None:
             scores, finished = batch["reward/reward_model"], batch["finished"]  # (B,) each
             mean = (scores[finished] if finished.any() else scores).double().mean().item()
             say(f"the reward model scores {mean:.3f} on average at first; this becomes 0")
-            set_shift(-mean)
-            batch["reward/reward_model"] = scores - mean
+            shift, batch["reward/reward_model"] = -mean, scores - mean
             add_scores(batch, self.terms)
+        for model in models:
+            model.score_shift = shift
+        run.state["score_shift"] = models[0].hf.config.score_shift = shift
 
     def tensors(self):
         """{"ITERATION.VERSION.NAME": tensor} of the batches that older weights have sampled."""

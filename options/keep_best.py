@@ -1,21 +1,17 @@
 """The key keep_best: out_dir/best_policy is the policy of the best evaluation so far."""
 import os
-import re
 
 from errors import BadInput
 import options.cards  # noqa: F401  it writes the figure of the best policy beside it
 from options.again import about_model
 from parallel import alone
 
-# figures of which less is better
-LESS = r"eval/(kl|failed_calls|environment_share)(/.*)?"
-
 
 def save_if_best(run, figures, batch):
     """A collective: save the policy if figures are better than the folder's. Raises BadInput."""
     by = run.system.keep_best
     name = by.removeprefix("-")
-    if re.fullmatch(LESS, by):
+    if by.startswith(("eval/kl", "eval/failed_calls", "eval/environment_share")):
         raise BadInput(f"keep_best = {by!r} would keep the policy with the most of it; type "
                        f"--keep_best=-{by}, which keeps the one with the least")
     folder, best = os.path.join(run.out_dir, "best_policy"), None

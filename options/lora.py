@@ -170,10 +170,7 @@ def using(adapted):
 
 
 def remembering(checkpointed):
-    """
-    `checkpointed`, by which transformers runs a layer that is computed again: the second time with
-    the same adapters as the first time.
-    """
+    """transformers' `checkpointed`, which computes a layer twice: both times with one adapter."""
     def run(layer, *args):
         adapted = in_use
 

@@ -237,9 +237,12 @@ class Shards:
     """The gradients of sharded parameters, which FSDP reduces, with a flat tensor's methods."""
 
     def __init__(self, parameters):
+        def in_32_bits(p):  # FSDP adds the next micro-batch's to what it finds here
+            p.grad = p.grad.float()
+
         self.parameters = parameters
         for p in parameters:
-            if p.dtype.itemsize == 2:  # FSDP adds the next micro-batch's to what it finds here
+            if p.dtype.itemsize == 2:
                 p.grad_dtype = None  # any
                 p.register_post_accumulate_grad_hook(in_32_bits)
 
@@ -263,11 +266,6 @@ class Shards:
         squares = sum(parallel.wide_norm(part) ** 2 for part in self.parts()).to(comm_device())
         dist.all_reduce(squares, group=this_rank.group)
         return squares.sqrt()
-
-
-def in_32_bits(p):
-    """Give a parameter's first gradient of a step 32 bits: in them the others are added to it."""
-    p.grad = p.grad.float()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -234,8 +234,6 @@ def load(folder, dtype, stop, gpu, vocab_size, sleeps, cache, at_once):
     except ImportError as e:
         raise Lost(f"there is no vLLM in {sys.executable} ({first_line(e)}); install it (pip "
                    "install vllm==0.32.0), or set VLLM_PYTHON to an interpreter that has it") from e
-    if vllm.__version_tuple__[:2] < (0, 32):
-        raise Lost(f"vLLM {vllm.__version__} is too old: pip install vllm==0.32.0")
     if not gpu:
         # oneDNN would hold matrices in a form whose bits nobody can sum
         importlib.import_module("vllm._custom_ops")._supports_onednn = False

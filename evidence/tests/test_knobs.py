@@ -5,7 +5,6 @@ of one rank. (by_hand.py's runs turn the keys of the algorithm.) And weights in 
 """
 import glob
 import math
-import os
 import signal
 from types import SimpleNamespace
 
@@ -98,13 +97,6 @@ def test_shards_and_ranks_and_a_stop_change_nothing(world, tmp_path, name):
         assert_shattered(*glob.glob(f"{tmp_path}/out/checkpoint-*"))
     out = well(script, tmp_path, keys | more, ranks=ranks, before=pretend.begin)
     assert_same_run(whole, out, MODELS[script] + ["ema_policy"] * ("ema_decay" in keys), 1e-9)
-    (last,) = glob.glob(f"{whole}/checkpoint-*")
-    files = [os.path.basename(file) for file in glob.glob(f"{last}/*optimizer*.safetensors")]
-    for file in files + ["ema.safetensors"] * ("ema_decay" in keys):
-        a, b = (load_file(f"{o}/{os.path.basename(last)}/{file}") for o in (whole, out))
-        assert a.keys() == b.keys()
-        assert max((a[n].double() - b[n].double()).abs().max().item() for n in a) <= 1e-9, file
-    assert files
 
 
 # master_weights=False: weights in bfloat16; their gradients and states in float32
@@ -203,14 +195,12 @@ STACKED = {  # family, settings: the vectors that are stacked, one for each expe
                 ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"]),
     "cohere": (dict(use_qk_norm=True), ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
     "jamba": (dict(num_experts=2, num_experts_per_tok=1, mamba_dt_rank=4, use_mamba_kernels=False),
-              ["mamba.A_log"]),
-    "mixtral": (dict(num_local_experts=4), [])}
+              ["mamba.A_log"])}
 
 
-@pytest.mark.parametrize("optim", ["", "adafactor"])
 @pytest.mark.parametrize("family", STACKED)
 @torch.no_grad()
-def test_stacked_vectors_are_vectors(family, optim):
+def test_stacked_vectors_are_vectors(family):
     """A step without gradients is the decay alone: of matrices."""
     settings, stacked = STACKED[family]
     config = transformers.AutoConfig.for_model(family, **dict(
@@ -220,7 +210,7 @@ def test_stacked_vectors_are_vectors(family, optim):
     for p in hf.parameters():
         p.fill_(1.0)
         p.grad = torch.zeros_like(p)
-    system = SimpleNamespace(optim=optim, zero_stage="", offload="", weight_decay=0.5)
+    system = SimpleNamespace(optim="", zero_stage="", offload="", weight_decay=0.5)
     optimizer = make_optimizer(Model(hf), "policy", system, 0.1, (0.9, 0.99), 1e-8)
     optimizer.step()
     found = [name for name, p in hf.named_parameters() if p.dim() > 1 and (p == 1).all()]

@@ -35,7 +35,7 @@ def stands_in(wrong="", rank=0):
         sys.modules["vllm._custom_ops"] = ModuleType("vllm._custom_ops")
         # None: an import of it fails
         sys.modules["vllm"] = None if wrong == "not there" else SimpleNamespace(
-            LLM=LLM, SamplingParams=SimpleNamespace, __version_tuple__=(0, 32))
+            LLM=LLM, SamplingParams=SimpleNamespace)
 
     return before
 
