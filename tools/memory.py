@@ -105,7 +105,7 @@ def read_run(argv):
 def take(argv, keys):
     """({name: value} of a tool's own keys, the other arguments). --gpu-gb is --gpu_gb."""
     own, others = [], []
-    for arg, behind in zip(argv, [*argv[1:], "--"], strict=True):
+    for arg, behind in zip(argv, [*argv, "--"][1:], strict=True):
         name, equals, value = arg.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if name in keys:
