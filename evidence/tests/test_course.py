@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from matplotlib import pyplot
-from tiny import ROOT, Started, jsonl, of_copy, read_jsonl, well, write
+from tiny import ROOT, Started, jsonl, of_copy, read_jsonl, typed, well, write
 
 from errors import BadInput
 from gae import compute_gae
@@ -147,19 +147,17 @@ def repository(tmp_path_factory):
     for kind, some in dict(rl=rows, pairs=pairs).items():
         for part in ("train", "val"):
             jsonl(folder / f"data/arithmetic/{kind}_{part}.jsonl", some)
-    common = dict(device_type="cpu", dtype="float64", batch_size=8)
     well("sft.py", folder, clinic.SFT | dict(
         out_dir="out/arithmetic_sft", max_iters=40, context=64))
-    well("rm.py", folder, common | dict(
-        init_from="out/arithmetic_sft/policy", val_path="", max_iters=5, micro_batch_size=8,
-        train_path="data/arithmetic/pairs_train.jsonl", learning_rate=1e-2,
-        out_dir="out/arithmetic_rm"))
-    well("ppo.py", folder, common | dict(
-        policy_path="out/arithmetic_sft/policy", reward_path="out/arithmetic_rm/reward_model",
-        prompts_path="data/arithmetic/rl_train.jsonl", eval_path="data/arithmetic/rl_val.jsonl",
-        eval_interval=1, eval_size=4, max_new_tokens=9, temperature=1.0, kl_coef=1.0, ppo_epochs=2,
-        num_minibatches=2, micro_batch_size=5, max_iters=2, learning_rate=1e-4,
-        value_learning_rate=3e-4, vf_coef=1.0, out_dir="out/arithmetic_ppo"))
+    for script, keys in (
+            ("rm", dict(val_path="", demonstrations_path="", max_iters=5, micro_batch_size=8,
+                        learning_rate=1e-2)),
+            ("ppo", dict(eval_interval=1, eval_size=4, max_new_tokens=9, micro_batch_size=5,
+                         max_iters=2))):
+        small = dict(device_type="cpu", dtype="float64", batch_size=8) | keys
+        run = Started(f"{script}.py", [f"config/arithmetic_{script}.py", *typed(small)],
+                      str(folder)).wait()
+        assert run.codes == [0], run.err
     return folder
 
 
