@@ -1,14 +1,12 @@
 """
-What the scripts that make a task share: they read a command, download files, and write rows.
+What the scripts that make a task share: they read a command and write rows.
 """
 import argparse
 import collections
 import contextlib
 import json
 import os
-import pathlib
 import sys
-import urllib.request
 
 # Python looks for modules in a script's folder; ours are in the repository's, above this one.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -25,25 +23,6 @@ def parser_of(doc):
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error
     return parser
-
-
-def fetch(source, name, folder):
-    """
-    The path in the folder of the file `name` of a source, which is a URL or a folder. It is
-    downloaded, unless it is there. A file that is not complete has another name.
-    """
-    if os.path.isdir(source):
-        source = pathlib.Path(source).resolve().as_uri()
-    url, local = f"{source.rstrip('/')}/{name}", os.path.join(folder, os.path.basename(name))
-    if not os.path.exists(local):
-        print(f"downloading {url}", flush=True)
-        os.makedirs(folder, exist_ok=True)
-        try:  # urlretrieve raises an error if the download is cut short
-            urllib.request.urlretrieve(url, local + ".part")
-        except (OSError, ValueError) as e:
-            raise BadInput(f"{url}: cannot download: {e}") from e
-        os.replace(local + ".part", local)
-    return local
 
 
 def write_rows(folder, names, rows):

@@ -26,13 +26,15 @@ Not verified: this is tested on made-up files of the same layout; we have not ru
 yet. The posts should be 116,722 and 6,447, as in N+'s published copy.
 """
 import os
+import pathlib
 import sys
+import urllib.request
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # Python looks for modules in this file's folder; these are in the folder above it.
 sys.path.insert(0, os.path.dirname(HERE))
 
-from files import fetch, parser_of, write_rows  # noqa: E402
+from files import parser_of, write_rows  # noqa: E402
 
 from errors import BadInput  # noqa: E402
 from options.sources import raw_rows  # noqa: E402
@@ -98,12 +100,31 @@ def pair_rows(row, count):
         rejected=row["summaries"][1 - better]["text"]), PREFS, count)
 
 
+def fetch(source, name):
+    """
+    The path in raw/ of the file `name` of a source, which is a URL or a folder. It is downloaded,
+    unless it is there. A file that is not complete has another name.
+    """
+    if os.path.isdir(source):
+        source = pathlib.Path(source).resolve().as_uri()
+    url, local = f"{source.rstrip('/')}/{name}", f"{HERE}/raw/{os.path.basename(name)}"
+    if not os.path.exists(local):
+        print(f"downloading {url}", flush=True)
+        os.makedirs(f"{HERE}/raw", exist_ok=True)
+        try:  # urlretrieve raises an error if the download is cut short
+            urllib.request.urlretrieve(url, local + ".part")
+        except (OSError, ValueError) as e:
+            raise BadInput(f"{url}: cannot download: {e}") from e
+        os.replace(local + ".part", local)
+    return local
+
+
 def all_rows(source, count, chat):
     """(our file, row, or why it is dropped) of everything. Raises BadInput."""
     files = {f"datasets/tldr_3_filtered/{file}.jsonl": part for file, part in POSTS.items()}
     files |= {f"dataset/comparisons/{batch}.json": None for batch in BATCHES}
     for file, part in files.items():
-        path = fetch(source, file, os.path.join(HERE, "raw"))
+        path = fetch(source, file)
         for where, row in raw_rows(path):
             try:
                 yield from post_rows(row, part, count, chat) if part else pair_rows(row, count)
