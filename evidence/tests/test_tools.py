@@ -5,7 +5,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-from types import SimpleNamespace
 
 import pretend
 import pytest
@@ -30,56 +29,6 @@ def test_bench_prints_one_page(tmp_path):
     for line in (rf"^  quartet: {took}, \d+ tokens/s, [\d.]+ ms a step",
                  rf"^  transformers: {took}", rf"^  update: {took}, [\d.]+ TFLOP/s$"):
         assert re.search(line, result.out[0], re.MULTILINE), (line, result)
-
-
-def test_what_an_iteration_of_ppo_computes_by_hand(tmp_path):
-    """
-    A layer of 32 x 48, two heads that share keys; 4 responses of 4 tokens to prompts of 6, of which
-    the longest would have 5. (GRPO, its bytes, and what its ranks send: test_plan.py.)
-    """
-    from evidence.bench import keys_of, make_models
-    from tools.memory import dry_run, read_run
-    from tools.work import counted, work_of
-
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-                 num_attention_heads=2, num_key_value_heads=1)
-    make_models(str(tmp_path), sizes, 6, 5, 0.0, SimpleNamespace(device_type="cpu"), ppo=True)
-    layer, head, norms = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, 32 * 64, 3 * 32
-    pairs = 10 * 11 / 2 * 32  # a token and one that it sees, itself included, and their numbers
-
-    def found(script, **more):
-        keys = keys_of(script, str(tmp_path), dict(
-            batch_size=4, micro_batch_size=2, max_new_tokens=5) | more)
-        _, config = read_run([f"{script}.py", *typed(keys)])
-        with dry_run(script, config) as run:
-            return work_of(script, config, counted(script, run, 6, 4), 6, 4)
-
-    def alike(flop):  # some versions of transformers multiply matrices for the angles
-        return pytest.approx(flop, rel=3e-3)
-
-    # two FLOP a weight and token; in attention twice two for each pair and number. The first token
-    # of a response comes from its prompt, the others see 7, 8 and 9
-    prompt = 2 * layer * 6 + 4 * 21 * 32 + 2 * head
-    tokens = 4 * 3 * (2 * layer + 2 * head + 4 * 8 * 32)
-    read = 2 * layer * 10 + 4 * pairs  # a whole text
-    heads = 4 * 2 * head  # of its response
-    # backward a product is two; attention is five, for the scores are computed again
-    trained = 3 * 2 * layer * 10 + (4 + 10) * pairs
-    ppo = found("ppo", ppo_epochs=3)
-    assert ppo["sampling"].flop == alike(4 * prompt + tokens)
-    # 5 steps read the weights; and each the keys and values so far
-    assert ppo["sampling"].nbytes == 4 * (5 * (layer + head + norms) + 4 * 3 * 8 * 2 * 16)
-    assert ppo["scoring"].flop == alike(4 * read)
-    assert ppo["reading"].flop == alike(4 * (3 * read + 2 * heads))
-    assert ppo["update"].flop == alike(3 * 4 * (2 * trained + 3 * heads))
-    assert ppo["update"].sent == ppo["gradients"].sent == 0
-    # stage 3: policy and reference gather all weights for a text, the policy most of them
-    # once more backward, and the gradients are added up in parts; a rollout has gathered once
-    whole, split = layer + 2 * head + norms, found("grpo", group_size=2, world_size=4, zero_stage=3)
-    assert split["scoring"].flop == split["gradients"].sent == 0
-    for phase, numbers in (("sampling", whole), ("reading", 2 * whole),
-                           ("update", 2 * whole + layer + head)):
-        assert split[phase].sent == pytest.approx(3 / 4 * 4 * numbers, rel=0.01)
 
 
 def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):
