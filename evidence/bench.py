@@ -46,7 +46,7 @@ from rollout import decode, decoding_copy, response_uniforms  # noqa: E402
 from run import make_optimizer  # noqa: E402
 from tools.memory import dry_run, read_run  # noqa: E402
 from tools.runs import read_records, typed  # noqa: E402
-from tools.work import bandwidth, counted, least_of, often, products, work_of  # noqa: E402
+from tools.work import bandwidth, least_of, often, products, work_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 work = "sampling,ppo,grpo"  # to be measured: these, or some of them, or update
@@ -280,7 +280,7 @@ def limits(script, keys, P, mean, device):
     """
     _, config = read_run([script, *typed(keys)])
     with contextlib.redirect_stdout(None), dry_run(script, config) as run:
-        counts = work_of(script, config, counted(script, run, P, mean), P, mean)
+        counts = work_of(script, config, run, P, mean)
     dtype, steps = getattr(torch, config["dtype"]), often(script, config, P, mean).steps + 1
     card = dict(flop=products(device, dtype), link=math.inf,
                 bandwidth=bandwidth(device, counts["sampling"].nbytes / steps))

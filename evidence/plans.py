@@ -86,9 +86,9 @@ def limit_rows():
                         world_size=number) | keys
             _, of = memory.read_run([script, *typed(keys)])
             with contextlib.redirect_stdout(None), memory.dry_run(script, of) as run:
-                count = work.counted(script, run, P, R)
+                phases = work.work_of(script, of, run, P, R)
             least = {phase: x for phase, (x, _) in work.least_of(
-                work.work_of(script, of, count, P, R), plan.speed_of(card, of)).items()}
+                phases, plan.speed_of(card, of)).items()}
             least["step"] = sum(least.values())
             for phase, took in seconds.items():
                 yield (f"| {label}: {phase} | {took:.3g} s | {least[phase]:.3g} s | "

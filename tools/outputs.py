@@ -13,10 +13,10 @@ KEPT = re.compile(r"(log|samples|rollouts)\.jsonl|.*\.safetensors|.*(config|inde
                   r"(state|manifest|tokenizer|vocab|special_tokens_map|added_tokens)\.json")
 
 
-def check_outputs(key, paths, sources=(), told=True):
+def check_outputs(key, paths, sources=()):
     """
     Raise BadInput where a tool may not write one of these paths, of its key such as --out; and say
-    which of them is there already, if told. sources: the paths that the tool reads.
+    which of them is there already. sources: the paths that the tool reads.
     """
     for path in paths:
         known = [source for source in sources if is_same(path, source)]
@@ -29,7 +29,7 @@ def check_outputs(key, paths, sources=(), told=True):
                 os.path.basename(path)):
             why = "is a file of a run or a model"
         else:
-            if told and os.path.lexists(path):
+            if os.path.lexists(path):
                 say(f"{path} is there, and is replaced at the end")
             continue
         raise BadInput(f"{path} {why}, and would be overwritten; type another {key}")

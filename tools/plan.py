@@ -122,11 +122,11 @@ def speed_of(card, config):
     return dict(flop=work.products(cpu, dtype), bandwidth=work.bandwidth(cpu, 2**28), link=1e9)
 
 
-def report(script, config, own, card, P, means, counts, speed, took):
+def report(script, config, own, card, P, means, run, speed, took):
     """Print the table of phases, and what an iteration and the run take."""
-    works = [work.work_of(script, config, counts[mean], P, mean) for mean in means]
+    works = [work.work_of(script, config, run, P, mean) for mean in means]
     least = [work.least_of(of, speed) for of in works]
-    numbers = counts[means[0]][2]
+    _, numbers, _ = run
     moved = {}  # {phase: (bytes, GB/s, what bounds it)}: the same at any length
     if config.get("sampler") == "vllm" and card:  # into the CPU's memory, and out of it
         nbytes = 2 * numbers["policy"][0] * getattr(torch, config["dtype"]).itemsize
@@ -162,9 +162,9 @@ def report(script, config, own, card, P, means, counts, speed, took):
     print(f"\n{'':<24}{'an iteration':>24}{config['max_iters']:>17} iterations"
           + f"{'money':>20}" * bool(own["price"]))
     for head, both in rows.items():
-        run = [one * config["max_iters"] + gigabytes / DISK for one in both]
-        money = [one / 3600 * config["world_size"] * own["price"] for one in run]
-        print(f"{head:<24}{span(both):>24}{span(run):>28}"
+        whole = [one * config["max_iters"] + gigabytes / DISK for one in both]
+        money = [one / 3600 * config["world_size"] * own["price"] for one in whole]
+        print(f"{head:<24}{span(both):>24}{span(whole):>28}"
               + f"{span(money, '{:.4g}'.format):>20}" * bool(own["price"]))
     print(f"\nAt its start the run reads {gigabytes:.3g} GB of models (a disk of {DISK} GB/s).\n"
           "The seconds of rules, as rewards, come on top.")
@@ -222,10 +222,9 @@ def main(argv):
     bad, good = memory.verdict(script, config, peaks, memory.fitting(script, config, run[2]))
     if bad:
         raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
-    counts = {mean: work.counted(script, run, P, mean) for mean in means}
     speed = speed_of(card, config)
     took = own["measure"] and measure.measure(script, config, P, means[0])  # COLLECTIVE
-    report(script, config, own, card, P, means, counts, speed, took)
+    report(script, config, own, card, P, means, run, speed, took)
     print("\n".join(["", *good]))
 
 

@@ -298,8 +298,10 @@ def folded(line, indent=8):
                          break_on_hyphens=False, break_long_words=False)
 
 
-class CannotRun(Exception):
+class CannotRun(BadInput):
     """The small run cannot be made."""
+
+    exit_code = 3
 
 
 class Proof:
@@ -361,10 +363,12 @@ class Proof:
 
     def why(self, said):
         """What may be the cause of a small run's failure, by what it says; and what to type."""
-        named = [name for name, x in self.keys.items() if f"{name} = " in said or isinstance(
-            x, str) and (repr(x) in said or re.search(r"[./]", x) and x in said)]
+        named = {name for name in self.keys if f"{name} = " in said}
+        values = {name for name, x in self.keys.items() if isinstance(x, str) and (
+            repr(x) in said or re.search(r"[./]", x) and x in said)}
+        named |= values & {*self.typed} or values
         lines = [f"--{name} is what you typed" if name in self.typed else
-                 f"{name} is {self.keys[name]!r} here" for name in named]
+                 f"{name} is {self.keys[name]!r} here" for name in sorted(named)]
         path = next((name for name in ("prompts_path", "train_path") if name in self.keys), "KEY")
         rows = "those that you typed" if path in self.typed else vars(self.world).get(
             "read", "the tool's own")
@@ -462,12 +466,8 @@ def main(argv):
         raise BadInput(f"--only={','.join(only)}: type one of {', '.join(PROMISES)}")
     began, argv = time.time(), [arg for arg in argv if arg not in (*own, file)]
     with tempfile.TemporaryDirectory(prefix="prove-", ignore_cleanup_errors=True) as folder:
-        try:
-            proof = Proof(os.path.abspath(file), argv, folder)
-            proof.of("".join(only), deep=bool({"--deep", "--deep=True"} & {*own}))
-        except CannotRun as e:
-            print(f"prove.py: error: {e}", file=sys.stderr)
-            return 3
+        proof = Proof(os.path.abspath(file), argv, folder)
+        proof.of("".join(only), deep=bool({"--deep", "--deep=True"} & {*own}))
     broken = [name for name, found in proof.found.items() if found and not found["note"]]
     print(f"{len(proof.found)} checks, {len(broken)} found something broken; "
           f"{len(proof.runs.ended)} runs in {time.time() - began:.0f} s")

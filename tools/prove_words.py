@@ -65,8 +65,7 @@ CAUSES = {  # (a promise, what differs first): likely causes
         "a mean or deviation over this rank's share: take it over the whole batch"],
     ("ranks", "metric"): [
         "a metric that rank 0 measured on its own micro-batches: add_up(sums, m, ...), which "
-        "all_reduce_metrics adds over the ranks",
-        "a mean of means"],
+        "all_reduce_metrics adds over the ranks"],
     ("parts", "gradient"): [
         "a loss that is divided by something of the micro-batch: m.sum(), len(mb), .mean(): divide "
         "by one count over all rows of the step, as token_count",
@@ -85,8 +84,6 @@ CAUSES = {  # (a promise, what differs first): likely causes
         "response_mask and lengths",
         "a column is read where response_mask is False; texts decoded from a whole row"],
     ("order", ""): [
-        "rows and micro-batch mixed up: a column of the batch indexed by the place in the "
-        "micro-batch; mb[\"index\"] says which rows it has",
         "a group cut the wrong way: the group_size responses to a prompt are side by side, so "
         ".view(-1, group_size)",
         "a number that goes from one response to the next; noise that is drawn by the place"],
@@ -96,10 +93,8 @@ CAUSES = {  # (a promise, what differs first): likely causes
     ("resume", ""): [
         "a number, list, tensor or generator that survives an iteration and is not in run.state "
         "(plain numbers, lists, dicts with text keys), run.also_saved or a model of `models`",
-        "an optimizer or model that is not in `optimizers` and `models` before Run(...)",
-        "something that is counted from the start of the process instead of from 0"],
-    ("kl", ""): ["the sign of the KL, in the reward or in the loss",
-                 "the reference moves with the policy"],
+        "an optimizer or model that is not in `optimizers` and `models` before Run(...)"],
+    ("kl", ""): ["the sign of the KL, in the reward or in the loss"],
     ("score", "none"): [
         "the score never reaches the loss: written past the mask, overwritten, or multiplied by 0",
         "old_logprobs without .detach(): then the ratio is the constant 1",

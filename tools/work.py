@@ -90,16 +90,6 @@ def of_iteration(script, config, P, mean, parts, cost, nothing):
     return phases
 
 
-def counted(script, run, P, mean):
-    """
-    What work_of wants of a dry run, with one row: {(phase, what is at work): Count}, the bytes of a
-    token's keys and values, numbers_of each model, and its row of the table of memory.
-    """
-    rows, numbers, step = run
-    _, found, cache = step(**one_row(script, P, mean))
-    return {key: count for key, (_, count) in found.items()}, cache, numbers, rows
-
-
 def one_row(script, P, mean):
     """The keys of a step with one row of these lengths."""
     return FEWEST | (dict(max_prompt_tokens=P, max_new_tokens=mean) if script in ("ppo", "grpo")
@@ -182,12 +172,14 @@ def dry_run_by_lines(script, config, wanted):
     return rows, numbers, lambda **keys: found[str(keys)]
 
 
-def work_of(script, config, count, P, mean):
+def work_of(script, config, run, P, mean):
     """
     {phase: Count} of an iteration, see of_iteration, all its operations as flop; the gradients'
-    all_reduce is a phase of its own. count: of counted.
+    all_reduce is a phase of its own. run: what memory.dry_run yields; one row goes through it.
     """
-    counts, cache, numbers, rows = count
+    rows, numbers, step = run
+    _, found, cache = step(**one_row(script, P, mean))
+    counts = {part: count for part, (_, count) in found.items()}
     width = getattr(torch, config["dtype"]).itemsize
 
     def cost(part, of):

@@ -12,7 +12,7 @@ from small_world import wrap
 from tiny import ROOT, Started, jsonl, read_jsonl, said_by, typed, write
 from tools import measure
 from tools.memory import MOST, dry_run, read_run
-from tools.work import counted, depths_of, dry_run_by_lines, one_row, work_of
+from tools.work import depths_of, dry_run_by_lines, one_row, work_of
 from torch.utils.flop_counter import FlopCounterMode
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -38,8 +38,8 @@ def test_a_text_costs_what_torch_counts_of_a_real_model(family, more, tmp_path):
         policy_path=tmp_path, reward_functions="accuracy", max_new_tokens=R, batch_size=4,
         group_size=2, kl_coef=0))])
     with dry_run("grpo", keys) as run:
-        counts, *_ = counted("grpo", run, P, R)
-    read, trained = counts["reading", "policy"], counts["update", "policy"]
+        _, found, _ = run[2](**one_row("grpo", P, R))
+    (_, read), (_, trained) = found["reading", "policy"], found["update", "policy"]
     width = 4 * config.head_dim if family == "qwen3" else 64  # of all heads
     attention = 2 * 4 * (P + R) ** 2 * width  # of two layers
     assert read.attention == attention * (P + R + 1) / (P + R) / 2
@@ -60,15 +60,16 @@ def test_deep_models_are_lines_through_shallow_ones(tmp_path):
         reward_functions="reward_model", max_new_tokens=12, max_prompt_tokens=8, kl_coef=0,
         world_size=2, gpu_gb=1, group_size=2))])
     with dry_run(script, config) as run:
-        whole = counted(script, run, 4, 6), run[2](**MOST)
+        whole = [run[2](**keys) for keys in (one_row(script, 4, 6), MOST)]
     assert depths_of(script, config) == (2, 4, dict(policy=8, reward_model=10))
-    run = dry_run_by_lines(script, config, [one_row(script, 4, 6)])
-    assert run[0] == whole[0][3] and run[1] == whole[0][2]
-    (counts, cache, *_), (counts2, cache2, *_) = counted(script, run, 4, 6), whole[0]
-    assert cache == cache2
-    assert counts == {key: pytest.approx(count) for key, count in counts2.items()}
-    (rows, found, _), (rows2, found2, _) = run[2](**MOST), whole[1]
-    assert rows == rows2 and found.keys() == found2.keys()
+    lines = dry_run_by_lines(script, config, [one_row(script, 4, 6)])
+    assert lines[:2] == run[:2]
+    (_, found, cache), (_, found2, cache2) = lines[2](**one_row(script, 4, 6)), whole[0]
+    assert cache == cache2 and found.keys() == found2.keys()
+    for key, (_, count) in found.items():
+        assert count == pytest.approx(found2[key][1]), key
+    (rows, found, _), (rows2, found2, _) = lines[2](**MOST), whole[1]
+    assert rows == rows2
     for phase in ("rollout", "reading", "update"):
         assert max(found[key][0] for key in found if key[0] == phase) == pytest.approx(
             max(found2[key][0] for key in found if key[0] == phase), rel=0.02), phase
@@ -138,7 +139,7 @@ def test_what_an_iteration_of_ppo_computes_by_hand(tmp_path):
             batch_size=4, micro_batch_size=2, max_new_tokens=5) | more)
         _, config = read_run([f"{script}.py", *typed(keys)])
         with dry_run(script, config) as run:
-            return work_of(script, config, counted(script, run, 6, 4), 6, 4)
+            return work_of(script, config, run, 6, 4)
 
     # two FLOP a weight and token; in attention twice two for each pair and number. The first token
     # of a response comes from its prompt, the others see 7, 8 and 9
@@ -227,15 +228,12 @@ def test_the_config_of_an_8b_starts_on_eight_ranks(tmp_path):
 # what a script refuses before it loads a model, or while it does
 REFUSED = """
 grpo.py --batch_size=12
-grpo.py --kl_coef=0.1 --kl_estimator=k1
 grpo.py --reward_functions=acuracy
 grpo.py --max_new_tokens=64
-grpo.py --zero_stage=4
 grpo.py --offload=policy=params
 grpo.py --optim=adafactor --offload=optimizer
 grpo.py --chat_template=nowhere.jinja
 ppo.py --value_init=reward
-sft.py --kl_coef=0.1
 rm.py --too_long=cut
 rm.py --teacher=policy --label_smoothing=0.1
 """

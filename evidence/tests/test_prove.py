@@ -104,8 +104,7 @@ def test_what_is_typed_wrong_is_one_line(typed, code, words, capsys):
     copy_of(os.path.abspath("mine"), [
         ("grpo.py", "    record = {}\n", "    record = not_there\n")])
     try:
-        found, said = prove.main(typed.replace("ROOT", ROOT).split()), capsys.readouterr()
-        said = said.err if found else said.out
+        found, said = prove.main(typed.replace("ROOT", ROOT).split()), capsys.readouterr().out
     except BadInput as e:
         found, said = e.exit_code, f"{e}\n"
     assert found == code and all(word in said for word in words), said
