@@ -25,7 +25,8 @@ def meaning_of(error, phase):
     """The BadInput or Stop that says it in one line; None for a bug. phase: of the run."""
     if isinstance(error, OSError):
         return of_the_disk(error)
-    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+    if isinstance(error, RuntimeError) and re.search(
+            "out of memory|ALLOC_FAILED|can't allocate memory", str(error)):  # of all libraries
         return Stop(f"out of memory ({str(error)[:200]}); lower micro_batch_size or "
                     "rollout_batch_size, or the model's size")
     its = lost(error, phase) if isinstance(error, RuntimeError) else None

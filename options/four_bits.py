@@ -50,7 +50,7 @@ def quantize(model, device, dtype):
         # autocast's maps give 16 bits; these give their input's dtype, and so does the cache
         small.register_forward_pre_hook(lambda linear, inputs: (inputs[0].to(dtype),))
         setattr(parent, name, small.to(device))
-    small = InFourBits(model.hf, model.head, model.path, model.tokenizer)
+    small = InFourBits(model.hf.to(device), model.head, model.path, model.tokenizer)
     small.score_shift, small.new_head = model.score_shift, model.new_head
     small.recomputed = model.recomputed
     for module in small.modules():

@@ -34,9 +34,9 @@ train sft/policy sft.py config/smollm2_sft.py --init_from="$MODEL" ${SFT:-}
 train grpo/policy grpo.py config/smollm2_grpo.py ${RL:-}
 train ppo/policy ppo.py config/smollm2_ppo.py ${RL:-} ${PPO:-}
 if [ -z "${CPU:-}" ]; then
-    make $data/pairs_train.jsonl data/arithmetic/pairs.py --policy_path=${out}_sft/policy \
-        --prompts_path=$data/rl_train.jsonl --pairs=1000 --max_new_tokens=$tokens --dtype=$dtype \
-        --seed="$seed"
+    make $data/pairs_train.jsonl on_ranks data/arithmetic/pairs.py --pairs=1000 \
+        --policy_path=${out}_sft/policy --prompts_path=$data/rl_train.jsonl \
+        --max_new_tokens=$tokens --dtype=$dtype --seed="$seed"
     train rm/reward_model rm.py config/smollm2_rm.py ${RM:-}
     train ppo_rm/policy ppo.py config/smollm2_ppo.py ${RL:-} ${PPO:-} --value_init=reward \
         --reward_functions=reward_model --reward_path=${out}_rm/reward_model

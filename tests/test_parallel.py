@@ -8,6 +8,7 @@ import math
 import re
 import signal
 
+import errors
 import pytest
 import torch
 
@@ -133,6 +134,16 @@ def test_a_killed_rank_is_one_line_that_names_the_phase(world, tmp_path):
     assert result.codes == [1, -signal.SIGKILL], result
     assert re.fullmatch(r"ppo.py: error: iteration 1, [^\n]*lost touch with another rank[^\n]*\n",
                         result.err[0]), result.err
+
+
+@pytest.mark.parametrize("said", [
+    "CUDA out of memory. Tried to allocate 2 GiB", "[enforce fail] DefaultCPUAllocator: can't "
+    "allocate memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+    "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"])
+def test_too_little_memory_is_said_whichever_library_asks(said):
+    """And no other rank is suspected: nccl's words are those of a lost one, too."""
+    said = torch.distributed.DistBackendError(said)
+    assert re.match("out of memory.*lower micro_batch_size", str(errors.translated(said)))
 
 
 def test_gradients_in_16_bits_have_a_norm_in_32():

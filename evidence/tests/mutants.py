@@ -102,8 +102,8 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("grading/answers.py", "text[last.end():]", "text[marks[0][1].end():]", "behind")],
     "test_zero": [
         ("load.py", "parts = hf.get_decoder(), hf.get", "parts = hf, hf.get", "vision")],
-    "test_device": [
-        ("ranks.py", "[device.index] if gpu else None", "None", "nccl")],
+    "test_knobs": [
+        ("ranks.py", "[device.index] if gpu else None", "None", "ppo and roles")],
     "test_bad_input": [
         ("checkpoint.py", 'if state["iteration"] > max_iters:', "if False:", "000002")],
     "test_reward_models": [

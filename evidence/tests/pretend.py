@@ -79,11 +79,11 @@ def on_cpu(function):
 
 
 class Seen:
-    """What was seen on the pretended GPU: the names of all operations; and its graphs."""
+    """What was seen on the pretended GPU: operations without an exact kernel; and its graphs."""
 
     def __init__(self):
         self.backward = False  # whether a backward pass is under way
-        self.operations, self.inexact = set(), set()
+        self.inexact = set()
         self.no_waits = False
         self.recording = None  # the Graph that is being recorded
         self.graphs = weakref.WeakSet()  # those that are alive
@@ -134,7 +134,6 @@ class Check(TorchDispatchMode):
         if all(place(t) != "gpu" for t in tensors):
             return "cpu"
         name = packet.__name__
-        seen.operations.add(name)
         if name in INEXACT and any(t.dtype.is_floating_point for t in tensors):
             seen.inexact.add(name)
         if packet in WAITS or packet in INDICES and any(
@@ -292,23 +291,32 @@ def gpu():
 def begin(rank):
     """
     For Started: each rank is on a pretended GPU, and nccl joins them; a single one is a group, too.
-    seen-RANK.json says what was seen.
+    nccl is told at first which GPU is mine: rank 1 may be the first of its machine. With roles no
+    group is split off the first one. seen-RANK.json says what was seen.
     """
     def join(backend, device_id=None, **keys):
+        told.update(backend=backend, device_id=device_id)
         group("gloo", **keys)
 
-    group, meet, leave, context = dist.init_process_group, dist.barrier, ranks.leave, gpu()
+    def barrier(device_ids=None):
+        told.setdefault("first barrier", device_ids)
+        meet()
+
+    told, group, meet, leave = {}, dist.init_process_group, dist.barrier, ranks.leave
     dist.init_process_group, dist.get_backend = join, lambda group=None: "nccl"
-    dist.barrier, ranks.choose_device = lambda device_ids=None: meet(), lambda device: GPU
+    dist.barrier, ranks.choose_device = barrier, lambda device: GPU
     if "RANK" not in os.environ:
-        join("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    context = gpu()
     context.__enter__()
 
     def finish():
+        mine = None if ranks.this_rank.group else GPU
+        assert not told or told == {
+            "backend": "nccl", "device_id": mine, "first barrier": [GPU.index]}, told
         context.__exit__(None, None, None)
         with open(f"seen-{rank}.json", "w") as f:
-            json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations),
-                           recorded=seen.recorded), f)
+            json.dump(dict(inexact=sorted(seen.inexact), recorded=seen.recorded), f)
         leave()
         os._exit(0)
 

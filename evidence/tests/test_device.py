@@ -7,16 +7,13 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import pretend
-import ranks
 from load import autocast, load
 from model import SPARE, decoding_cache, roomy_layer
 from options import decoding_graph
@@ -52,7 +49,7 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, name):
     keys = keys_of(world, script, max_iters=1, **RUNS[name](world))
     out = well(script, tmp_path / "gpu", keys, before=pretend.begin)
     seen = json.loads((tmp_path / "gpu/seen-0.json").read_text())
-    assert seen["operations"] > 50 and seen["inexact"] == []
+    assert seen["inexact"] == []
     assert bool(seen["recorded"]) == (script in ("ppo.py", "grpo.py"))
     first, *_ = read_jsonl(f"{out}/log.jsonl")
     assert first["mem/peak_mib"] == 7
@@ -87,23 +84,6 @@ def test_families_that_keep_a_state(tmp_path, name, inexact):
             found.append([torch.tensor(rows), batch["tokens"].cpu(), *gradients])
     assert seen.inexact == inexact
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("roles", ["", "train=1,generate=1"])
-def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
-    """Rank 5 may be the first of its machine. With roles, no group is split off the first one."""
-    told = {}
-    monkeypatch.setattr(ranks, "choose_device", lambda device: torch.device("cuda", 3))
-    monkeypatch.setattr("options.roles.begin", lambda system: ("train", ("sample", "score"), None))
-    monkeypatch.setattr(dist, "init_process_group", lambda **keys: told.update(keys))
-    monkeypatch.setattr(dist, "barrier", lambda device_ids: told.update(barrier=device_ids))
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    before = [(number, signal.getsignal(number)) for number in ranks.REQUESTS]
-    ranks.init(keys_of_system(roles=roles))
-    for number, handler in before:
-        signal.signal(number, handler)
-    assert told["backend"] == "nccl" and told["barrier"] == [3]
-    assert told.get("device_id") == (None if roles else torch.device("cuda", 3))
 
 
 @pytest.mark.parametrize("name, why", [

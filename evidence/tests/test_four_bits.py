@@ -5,6 +5,7 @@ work: pip install bitsandbytes); Adafactor, by hand.
 import signal
 from types import SimpleNamespace
 
+import pretend
 import pytest
 import torch
 
@@ -56,10 +57,11 @@ def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
     save(tmp_path / "policy", "Qwen3")
     keys = keys_of(world, "grpo.py", policy_path=f"{tmp_path}/policy", quantize="4bit",
                    lora="2:4:q+v", optim="adamw8bit", dtype="float32", checkpoint_interval=1)
-    whole = well("grpo.py", tmp_path / "whole", keys)
-    killed = run("grpo.py", tmp_path / "parts", keys, before=at(2, signal.SIGKILL))
+    whole = well("grpo.py", tmp_path / "whole", keys, before=pretend.begin)
+    killed = run("grpo.py", tmp_path / "parts", keys, before=lambda rank: (
+        pretend.begin(rank), at(2, signal.SIGKILL)(rank)))
     assert killed.codes == [-9], killed
-    parts = well("grpo.py", tmp_path / "parts", keys)
+    parts = well("grpo.py", tmp_path / "parts", keys, before=pretend.begin)
     assert_same_run(whole, parts)
     first = read_log(whole)[0]
     assert first["policy/ratio_gap"] == 0 == first["objective/kl"]
