@@ -39,7 +39,7 @@ def on(rank, name, first):
 
 @pytest.mark.parametrize("typed, file, old, new", [
     (["--kl_coef=0.4"], "rules.py", "", ""), ([], "val.jsonl", "}", ', "level": 1}'),
-    ([], "rules.py", "import os", "import os, re")])
+    ([], "rules.py", "a number for", "one for")])
 def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path, typed, file, old, new):
     """Other keys on one rank, another field of a held-out row, another file of a rule."""
     def before(rank):
@@ -50,7 +50,9 @@ def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path, typed, file, o
         os.mkdir(tmp_path / host)
         shutil.copy(world.rl_val, tmp_path / host / "val.jsonl")
         shutil.copy(world.rules, tmp_path / host / "rules.py")
-    write(tmp_path / "1" / file, (tmp_path / "1" / file).read_text().replace(old, new, 1))
+    text = (tmp_path / "1" / file).read_text()
+    assert old in text
+    write(tmp_path / "1" / file, text.replace(old, new, 1))
     keys = keys_of(world, "grpo.py", eval_path="val.jsonl", reward_functions="rules.py:letters")
     result = run("grpo.py", tmp_path, keys, ranks=2, before=before)
     assert_one_line(result, "grpo.py", "on rank 1", "other settings, rows")
