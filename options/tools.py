@@ -39,6 +39,7 @@ PAIRS = zip(THOUGHTS[::2], THOUGHTS[1::2], strict=True)
 MARKS = re.compile("(?=[<[◁H])(?:" + "".join(
     rf"(?:{first}).*?(?:{last}|\Z)|" for first, last in PAIRS) + rf"{LAST}|<tool_call>\s*)", re.S)
 BEGUN = re.compile(rf"(?:{FIRST})\s*\Z")  # thoughts that the prompt has begun
+NEXT = re.compile(r"<tool_call>\s*(?:<function=|\{)")
 # {a type of JSON, as schemas name it: Python's}; True is of int, too
 KINDS = dict(boolean=bool, integer=int, number=float, string=str, array=list, object=dict,
              null=type(None))
@@ -129,11 +130,15 @@ class Tools:
             return parts["name"], parts.get("arguments", {})
         name, _, rest = rest.partition(">")
         types, arguments = self.types.get(name, {}), {}
-        for part in rest.split("<parameter=")[1:]:
+        _, begun, rest = rest.partition("<parameter=")
+        rest, ended, _ = rest.rpartition("</parameter>")
+        if begun and not ended:
+            raise ValueError("the last parameter has no </parameter>")
+        # a value may have such tags in it, too: it ends where another parameter of the tool begins
+        known = "|".join(map(re.escape, types))
+        ends = re.compile(rf"</parameter>\s*<parameter=(?=(?:{known})>)")
+        for part in ends.split(rest) if begun else ():
             key, _, value = part.partition(">")
-            value, ended, _ = value.rpartition("</parameter>")
-            if not ended:
-                raise ValueError(f"the parameter {shorten(key)} has no </parameter>")
             value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = typed(value, types.get(key, {}))
         return name, arguments
@@ -179,14 +184,20 @@ def written_in(text):
             if not re.match(FIRST, mark[0]):  # what stands before were thoughts
                 calls.clear()
             continue
-        begin, ends = at, r"</tool_call>|\Z"
-        if not text.startswith("<function=", at):
-            try:  # JSON has an end of its own, so its values may have the mark of the call's end
-                at += json.JSONDecoder().raw_decode(text[at:at + LONGEST])[1]  # errors cost O(n)
+        # values may have the mark of the call's end in them; JSON has an end of its own
+        if text.startswith("<function=", at):
+            end = text.find("</tool_call>", at)
+            other = NEXT.search(text, end) if end >= 0 else None
+            end = text.rfind("</tool_call>", at, other.start() if other else None)
+        else:
+            try:  # an error costs time by the text's length
+                length = json.JSONDecoder().raw_decode(text[at:at + LONGEST])[1]
+                end = text.find("</tool_call>", at + length)
             except (ValueError, RecursionError):
-                ends += f"|{LAST}"
-        at = re.compile(ends).search(text, at).start()
-        calls.append(text[begin:at])
+                end = re.compile(rf"</tool_call>|{LAST}|\Z").search(text, at).start()
+        end = end if end >= 0 else len(text)
+        calls.append(text[at:end])
+        at = end
     return calls
 
 
@@ -207,11 +218,12 @@ def fits(value, schema):
     kind = next(kind for kind, its in KINDS.items() if isinstance(value, its))
     kinds = schema.get("type", kind)  # one or a list
     parts = list(value.values()) if kind == "object" else value if kind == "array" else []
-    each = schema.get("items", schema.get("additionalProperties", {}))
+    each = [schema.get("items", schema.get("additionalProperties", {}))] * len(parts)
+    each = schema.get("prefixItems", each)  # a tuple's
     return ((kind in kinds or kind == "integer" and "number" in kinds)
             and value in schema.get("enum", [value])
             and ("anyOf" not in schema or any(fits(value, one) for one in schema["anyOf"]))
-            and all(fits(part, each) for part in parts))
+            and len(parts) == len(each) and all(map(fits, parts, each)))
 
 
 def example(schema):

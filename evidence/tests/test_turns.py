@@ -64,8 +64,9 @@ def table(n: int = 0):
     return ({"Z\u00fcrich": [1, None]}, "\u00e9!", None, chr(0xd800), "x" * 20_000)[n]
 
 def typed(i: int = 0, f: float = 0.0, s: str = "", b: bool = False, o: dict[str, int] = None,
-          l: list[int] = None, m: Optional[int] = 0, e: Literal["x", "y"] = "x",
-          n: list[int] | dict = None, a: Any = 0, q: list = None, t: int | str = 1):
+          l: list[int] = None, p: tuple[int, str] = (), m: Optional[int] = 0,
+          e: Literal["x", "y"] = "x", n: list[int] | dict = None, a: Any = 0,
+          q: list = None, t: int | str = 1):
     return repr((s, b, q, t))
 
 for f in multiply, slow, leaves, table, typed:
@@ -329,18 +330,17 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
 
 
 MARKED = [  # values of one parameter, as a policy may write them
-    "a </parameter> b", "</function>\n", "<think>a</think>", "\\", '"', "<|end|> to=functions.x",
-    "", " a ", "None", "\u00fc"]
-IN_JSON = ["a</tool_call>b<tool_call>", tags("typed", s="a"), call("typed", s="a")]
+    "a </parameter> b", "a</tool_call>b<tool_call>", "</function>\n</tool_call>",
+    "</parameter>\n<parameter=x>\n1", "<think>a</think>", "\\", '"', "<|end|> to=functions.x",
+    tags("typed", s="a"), call("typed", s="a"), "", " a ", "None", "\u00fc"]
 
 
 def test_a_value_may_have_marks_in_it(tools_of):
-    """In tags no tag that begins a parameter or ends a call, as in vLLM's reader of them."""
     harmony, ours = tools_of("harmony"), [(tools_of(family), WRITE[family]) for family in WRITE]
-    for value in MARKED + IN_JSON:
+    for value in MARKED:
         text = message_to("typed", json.dumps(dict(s=value), ensure_ascii=False))
         assert harmony.calls_in(text) == [("typed", dict(s=value), None)], value
-        for tools, write in ours[:1] if value in IN_JSON else ours:
+        for tools, write in ours:
             one, other = write("typed", s=value, b=True), write("typed", b=False, s=value)
             wanted = [("typed", dict(s=value, b=flag), None) for flag in (True, False)]
             for text in (f"{one}\n{other}", f"<think>a</think>\n{one} so {other} </think"):
@@ -351,7 +351,8 @@ FITS = dict(  # {parameter: values that fit it, values that do not}
     i=([0, 10**30], ["21", 1.5, True, None]), f=([0.5, 21], ["0.5", False]), s=(["21"], [21, None]),
     b=([True], ["true", 0, None]), o=([dict(a=1), None], [dict(a="1"), []]),
     l=([[], [1, 2], None], [[1, None], "[1]"]), m=([None, 3], ["3", 3.5]),
-    e=(["x", "y"], ["z"]), n=([[1], dict(a="b")], [["1"], "a"]))
+    p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2]]), e=(["x", "y"], ["z"]),
+    n=([[1], dict(a="b")], [["1"], "a"]))
 IN_TAGS = [("l", "[1, 2]", [1, 2]), ("s", '"a"', '"a"'), ("s", "12", "12"), ("m", "None", None),
            ("n", '{"a": "b"}', dict(a="b")), ("a", "x", "x"), ("b", "True", True), ("t", "7", 7)]
 
