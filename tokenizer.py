@@ -18,6 +18,9 @@ from functools import partial
 from configurator import read_json, write_json
 from errors import BadInput, mistake, optional
 
+# {file of a folder: what may ask for more than a machine has}; letters may stand as numbers
+LARGE = {"config.json": rb'(layers?|num_labels)"\s*:\s*\d{4}|\\u00[5-7]',
+         "tokenizer.json": rb'"Replace"|\\u00[5-7]'}
 # how the chat templates of many families begin a turn
 TURNS = r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>"
 
@@ -49,6 +52,10 @@ def read_folder(path):
         from options.hub import check_name
 
         check_name(path)
+    for file, large in LARGE.items():
+        with contextlib.suppress(OSError), open(os.path.join(path, file), "rb") as f:
+            if re.search(large, f.read()):
+                optional("folders.check_sizes")(path, file)
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()

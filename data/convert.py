@@ -8,7 +8,8 @@ Data sets in other layouts -> our JSONL, once.
 A row becomes one of three kinds (--kind; the first row decides if it is not given):
 
     sft           a demonstration: `messages` (Tulu); `conversations` of {"from", "value"}
-                  (ShareGPT); `instruction`, `input`, `output` (Alpaca); a question and its
+                  (ShareGPT); `instruction`, `input`, `output` (Alpaca; `history`, pairs of an
+                  instruction and its output, becomes the earlier turns); a question and its
                   `completion` or `response`
     preferences   `chosen` and `rejected`, whole dialogues (UltraFeedback; the prompt is their
                   common beginning), strings with "\\n\\nHuman:" and "\\n\\nAssistant:" (HH), or
@@ -126,12 +127,20 @@ def pop(row, *names):
 
 
 def question(row):
-    """The question: a string or messages. Alpaca's instruction may have an input beside it."""
+    """
+    The question: a string or messages. Alpaca's instruction may have an input beside it, and turns
+    before it.
+    """
     asked = messages_in(pop(row, "prompt", "question", "problem"), "prompt")
     if asked or not row.get("instruction"):
         return asked
     asked, given = row.pop("instruction"), row.pop("input", None)
-    return [dict(role="user", content=f"{asked}\n\n{given}" if given else asked)]
+    turns = []
+    for turn in row.pop("history", None) or []:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise BadInput("field 'history' must be a list of pairs: an instruction, its output")
+        turns += [dict(role="user", content=turn[0]), dict(role="assistant", content=turn[1])]
+    return [*turns, dict(role="user", content=f"{asked}\n\n{given}" if given else asked)]
 
 
 def dialogue_of(row):

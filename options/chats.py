@@ -145,6 +145,9 @@ class Chats:
         if re.search(r"strftime_now(?!\s+is\s)", TODAY.sub("", both)):
             raise BadInput(f"{path}: its chat template reads the clock by strftime_now, in another "
                            "way than by a format in quotes; type --chat_template=FILE")
+        if found := re.search(r"\d{9,}", self.template):  # a width, or a count: gigabytes
+            raise BadInput(f"{path}: its chat template has the number {shorten(found[0])}, and may "
+                           "write as many letters; type --chat_template=FILE")
         # all tokens in a template such as <|im_end|> become special in the run: otherwise a message
         # with one would end a turn. Others, such as <think>, are tokens in a message, too
         self.plain = [t for t in hf.added_tokens_decoder.values() if not t.special

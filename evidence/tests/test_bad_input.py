@@ -29,6 +29,7 @@ from options.sources import raw_rows
 from options.trackers import names_in
 from tiny import (MARKERS, ROOT, Started, assert_one_line, jsonl, keys_of, keys_of_system,
                   said_by, save_random, typed, well, write)
+from tokenizer import load_tokenizer
 
 USER = [dict(role="user", content="1+2=")]
 ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
@@ -296,6 +297,34 @@ def test_the_keys_on_the_page_of_foreign_names_are_keys():
 def test_a_blank_for_an_equals_sign(toy, typed, meant):
     with pytest.raises(BadInput, match=f"{meant}$"):
         toy(*typed.split())
+
+
+def replacing(pattern, content, times=1):
+    """A tokenizer's rule that writes `content` for what fits, so many times."""
+    rule = dict(type="Replace", pattern=pattern, content=content)
+    return dict(normalizer=dict(type="Sequence", normalizers=[rule] * times))
+
+
+FOLDERS = [  # a file of a model's folder, what it says, whether transformers may read it
+    ("config.json", dict(n_layer=10**6), False), ("config.json", dict(num_labels=10**9), False),
+    ("config.json", dict(text_config=dict(n_layer=10**6)), False),
+    ("tokenizer.json", replacing(dict(String="a"), "a" * 10**6), False),
+    ("tokenizer.json", replacing(dict(Regex="."), "aa", 40), False),
+    ("tokenizer.json", replacing(dict(Regex="x*"), "a", 40), False),
+    ("tokenizer.json", replacing(dict(Regex="(?=a)"), "a", 40), False),
+    ("tokenizer_config.json", dict(chat_template="{{ '%999999999d' % 1 }}"), False),
+    ("config.json", dict(num_labels=1000, vocab_size_per_layer_input=262144), True),
+    ("tokenizer.json", replacing(dict(String=" "), "\u2581", 40), True),
+    ("tokenizer.json", replacing(dict(Regex="\\s+"), " ", 40), True)]
+
+
+@pytest.mark.parametrize("file, more, good", FOLDERS)
+def test_a_folder_that_asks_for_more_than_any_model_has(world, tmp_path, file, more, good):
+    """transformers would build it for hours: a line says so at once. Published ones are no fault."""
+    folder = shutil.copytree(world.policy, tmp_path / "sent")
+    write(folder / file, json.dumps(json.loads((folder / file).read_text()) | more))
+    with contextlib.nullcontext() if good else pytest.raises(BadInput, match=str(folder)):
+        load_tokenizer(str(folder), keys_of_system(dtype="float64"))
 
 
 def test_a_table_of_a_country_with_decimal_commas(tmp_path):

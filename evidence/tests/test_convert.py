@@ -158,3 +158,15 @@ def test_a_message_that_is_more_than_its_content_is_refused(more):
         asked = [U, whole, U]
         assert ours({"messages": asked}, "prompts")[0] == dict(prompt=asked)
         assert dialogue(dict(prompt=asked, completion=[B]), "completion")["prompt"] == asked
+
+
+def test_alpacas_history_becomes_the_earlier_turns():
+    alpaca = dict(instruction="u", output="b", history=[["x", "a"], ["y", "c"]])
+    turns = [user("x"), A, user("y"), assistant("c")]
+    for more, want in ((dict(system="s"), [S, *turns, U]), (dict(history=None), [U]),
+                       (dict(input="v"), [*turns, user("u\n\nv")])):
+        assert ours(alpaca | more, "sft") == (dict(prompt=want, completion=[B]), set())
+        assert ours(alpaca | more, "prompts")[0]["prompt"] == want
+    for bad in ("old", ["x", "a"], [["x"]], [["x", None]]):
+        with pytest.raises(BadInput, match="history|prompt"):
+            ours(alpaca | dict(history=bad), "sft")

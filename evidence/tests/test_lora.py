@@ -150,10 +150,10 @@ def test_models_without_such_maps(tmp_path):
 
 
 def test_other_adapters_are_refused(tmp_path):
-    """Other kinds, another base, a shift that is no number."""
+    """Other kinds, another base, one that asks for too much, a shift that is no number."""
     base, adapter = loaded(saved(tmp_path / "base")), tmp_path / "adapter"
     filled(Adapted(base, "lm", 3, 5)).save_adapter(adapter)
-    config = adapter / "adapter_config.json"
+    config, file = adapter / "adapter_config.json", tmp_path / "base/config.json"
     good = config.read_text()
     for more in (dict(use_dora=True), dict(of_next_year=dict(a=1)), dict(peft_type="IA3"),
                  dict(bias="all"), dict(r=4), dict(init_lora_weights="pissa"),
@@ -166,6 +166,9 @@ def test_other_adapters_are_refused(tmp_path):
         Adapted(base, "lm", 2, 4, targets="nothing")
     with pytest.raises(BadInput, match="another"):
         load_adapted(loaded(saved(tmp_path / "another")), str(adapter), "lm")
+    set_in(file, num_hidden_layers=10**6)
+    with pytest.raises(BadInput, match="num_hidden_layers = 1,000,000"):
+        loaded(adapter)
     for note in ("NaN", "0.5", "x", '{"score_shift": NaN}', '{"score_shift": [1]}',
                  '{"score_shift": "x"}', "[" * 10**5):
         save_file({"a": torch.ones(1)}, adapter / "adapter_model.safetensors",
