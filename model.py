@@ -27,6 +27,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from errors import optional
+
 
 class Model(nn.Module):
     """A model of transformers, `hf`, with the head of a language model or of one scalar a token."""
@@ -146,6 +148,8 @@ class Model(nn.Module):
             # not save_pretrained, which refuses some settings that transformers has read
             hf.generation_config.to_json_file(f"{folder}/generation_config.json")
         hf.config.save_pretrained(folder)
+        if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
+            optional("older_readers.add_older_names")(folder)
         tokenizer.save(folder)
 
     @property

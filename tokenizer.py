@@ -121,8 +121,8 @@ class Tokenizer:
 
     def save(self, folder):
         """
-        Write transformers' files. With the source's special tokens: others would vanish from the
-        texts that are decoded.
+        Write transformers' files, for its version 4, too. With the source's special tokens: others
+        would vanish from the texts that are decoded.
         """
         with self.chats.as_in_source() if self.chats else contextlib.nullcontext():
             self.hf.save_pretrained(folder)
@@ -131,6 +131,8 @@ class Tokenizer:
         if os.path.exists(os.path.join(folder, "tokenizer.json")):  # it has all, BOS and blanks
             settings |= dict(tokenizer_class="PreTrainedTokenizerFast",
                              model_input_names=self.hf.model_input_names)
+        if "extra_special_tokens" in settings:
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
         write_json(file, settings)
 
     def match_model(self, model, path):

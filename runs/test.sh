@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole test suite, in an environment of its own: tests/ and evidence/tests. After the install
 # it needs no network, and no GPU. The last lines say how many tests were skipped, and why. (Those in
-# evidence/needs need a GPU, vLLM, root or a downloaded model: evidence/README.md.)
+# evidence/needs need a GPU, vLLM, transformers 4, root or a downloaded model: evidence/README.md.)
 #   bash runs/test.sh [pytest options]
 #   OLDEST=1 bash runs/test.sh   the same with the oldest transformers of requirements.txt
 #   NEWEST=1 bash runs/test.sh   with the newest transformers and torch that pip finds

@@ -141,7 +141,7 @@ def test_a_family_is_read_trained_and_saved(name, tmp_path):
         gap = read_back(theirs, tmp_path / "ours")(tokens[:1]).logits - theirs(tokens[:1]).logits
         assert gap.abs().max() < 1e-5
     before, after = (read_json(tmp_path / f / "config.json") for f in ("theirs", "ours"))
-    assert after == before
+    assert after | before == after  # beside it are names for transformers 4: test_saving.py
     if name in NO_SCORES:
         for made in (lambda: load(f"{tmp_path}/ours", "reward", keys_of_system(), CPU, "scalar"),
                      lambda: load_value_model("shared", model, None, keys_of_system(), CPU)):

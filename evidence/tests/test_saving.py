@@ -1,6 +1,6 @@
 """
-checkpoint.py: which folders stay, damage of every kind. And files for others: the tokenizer's,
-settings of generation.
+checkpoint.py: which folders stay, damage of every kind. And files for others: what transformers 4
+reads, settings of generation.
 """
 import itertools
 import json
@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import test_checkpoint
@@ -19,6 +19,8 @@ from configurator import read_json
 from errors import BadInput
 from checkpoint import damage, find_checkpoint, save_final
 from load import load
+from test_families import rope
+from test_families import save as save_family
 from test_model import CPU
 from tiny import ROOT, keys_of, keys_of_system, run, write
 from tokenizer import load_tokenizer
@@ -209,6 +211,49 @@ def test_the_size_that_is_said_is_that_of_the_files(world, tmp_path):
 
 
 # files for others
+
+OLDER = {  # a family: settings that are changed, what transformers 4 must find, by its sources
+    "Llama": ({}, dict(rope_theta=500.0, rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16))),
+    "Qwen3 MoE": (rope("default"), dict(rope_theta=500.0, rope_scaling=None, num_experts=4)),
+    "Pythia (GPT-NeoX)": (rope("default", partial_rotary_factor=0.5), dict(
+        rotary_emb_base=500.0, rotary_pct=0.5)),
+    "Phi-3 with longrope": ({}, dict(
+        rope_theta=500.0, original_max_position_embeddings=40, rope_scaling=dict(
+            type="longrope", short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[1.5, 4.0, 9.0, 16.0]))),
+    "Gemma 3 (text)": (dict(rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=500.0, factor=4.0),
+        sliding_attention=dict(rope_type="default", rope_theta=50.0))), dict(
+        rope_theta=500.0, rope_local_base_freq=50.0, rope_scaling=dict(
+            rope_type="linear", factor=4.0)))}
+
+
+def saved_for_older(folder):
+    """Each model of OLDER, saved in folder/NAME: (its name, transformers' model)."""
+    for name, (changed, _) in OLDER.items():
+        theirs = save_family(folder / "source", name, **changed)
+        ours = load(str(folder / "source"), "policy", keys_of_system(), CPU)
+        save_final(str(folder), name, ours)
+        yield name, theirs
+
+
+def test_transformers_4_reads_the_same_model(tmp_path):
+    """The names are right (evidence/needs asks it); and version 5 reads what it read before."""
+    for name, theirs in saved_for_older(tmp_path):
+        wanted, found = OLDER[name][1], read_json(tmp_path / name / "config.json")
+        assert {key: found[key] for key in wanted} == wanted, name
+        again = AutoConfig.from_pretrained(tmp_path / name)
+        for key in ("rope_parameters", "num_experts"):
+            was, now = (getattr(config, key, None) for config in (theirs.config, again))
+            if isinstance(now, dict):
+                now.pop("type", None)  # of Phi-3, beside rope_type
+            assert now == was, name
+        found = read_json(tmp_path / name / "tokenizer_config.json")
+        assert found["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert found["model_input_names"] == ["input_ids", "attention_mask"]
+
 
 def test_marks_are_special_in_the_run_alone(tmp_path):
     """A mark takes the blanks behind it where the source's does; others see it where they did."""
