@@ -320,7 +320,7 @@ FOLDERS = [  # a file of a model's folder, what it says, whether transformers ma
 
 @pytest.mark.parametrize("file, more, good", FOLDERS)
 def test_a_folder_that_asks_for_more_than_any_model_has(world, tmp_path, file, more, good):
-    """transformers would build it for hours: a line says so at once. Published ones are no fault."""
+    """transformers would build it for hours: a line says so. What published ones have is right."""
     folder = shutil.copytree(world.policy, tmp_path / "sent")
     write(folder / file, json.dumps(json.loads((folder / file).read_text()) | more))
     with contextlib.nullcontext() if good else pytest.raises(BadInput, match=str(folder)):
