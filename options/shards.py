@@ -301,9 +301,16 @@ def tensors_by_name(optimizer, model):
                 if t.dim() > 0 and is_shard(p) and not is_shard(t):
                     t = Part(t, p.shape, t.dtype, like=p)  # offloaded
                 tensors[f"{name}.{key}"] = t
-    if unwrapped(optimizer) is not optimizer:  # stage 1: a rank has some parameters' states
-        tensors = everyones(tensors)  # COLLECTIVE
-    return tensors
+    if unwrapped(optimizer) is optimizer:
+        return tensors
+    # stage 1: a rank has some parameters' states. No tensor is sent before it is written
+    mine = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
+            for name, t in tensors.items()]
+    parts = {}
+    for rank in range(rank_and_size()[1]):
+        for name, shape, dtype in from_rank(mine, rank):  # COLLECTIVE
+            parts[name] = Part(tensors.get(name), shape, getattr(torch, dtype), owner=rank)
+    return parts
 
 
 def load_by_name(optimizer, model, tensors):
@@ -380,16 +387,3 @@ class Part:
             sent.copy_(self.tensor)
         dist.broadcast(sent, group_src=self.owner, group=this_rank.group)
         return sent
-
-
-def everyones(parts):
-    """
-    A collective: {name: tensor} of each rank, with different names -> {name: Part} of all ranks'
-    tensors, in the order of the ranks. No tensor is sent.
-    """
-    known = {}
-    mine = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in parts.items()]
-    for rank in range(rank_and_size()[1]):
-        for name, shape, dtype in from_rank(mine, rank):  # COLLECTIVE
-            known[name] = Part(parts.get(name), shape, getattr(torch, dtype), owner=rank)
-    return known
