@@ -15,7 +15,7 @@ import torch
 
 from checkpoint import optimizer_tensors, settings_of
 from errors import BadInput
-from evidence.proved import copy_of
+from evidence.proved import MISTAKES, copy_of
 from gae import compute_gae
 from model import scaled_logits
 from options.fork_state import put_back, put_into_state, restored, values_of
@@ -316,6 +316,18 @@ def test_a_fifth_model_that_is_trained(world, tmp_path):
     assert_one_line(run(script, tmp_path / "whole", again), "ppo.py", "reward_path", "out_dir")
     os.makedirs(tmp_path / "other/out/critic")
     assert_one_line(run(script, tmp_path / "other", keys), "ppo.py", "critic", "no run's")
+
+
+@pytest.mark.parametrize("script, edits", [
+    # the losses are of log-probs of this step
+    ("grpo", MISTAKES["no_detach"][3:]),
+    ("ppo", [(None, 'ratio = (logprobs - mb["old_logprobs"])', "ratio = (logprobs - logprobs)")])])
+def test_a_policy_without_a_gradient_is_said_once(world, tmp_path, script, edits):
+    keys = keys_of(world, f"{script}.py", kl_coef=0, max_iters=2, eval_path="")
+    copy = copy_of(f"{tmp_path}/copy", edits, script=script)
+    result = run(f"{copy}/{script}.py", tmp_path / "run", keys)
+    said = [line for line in result.out[0].splitlines() if "exactly 0" in line]
+    assert result.codes == [0] and len(said) == 1 and said[0].startswith("warning: iteration 0")
 
 
 @pytest.mark.parametrize("name, call", [
