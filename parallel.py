@@ -348,7 +348,6 @@ def copy_into(t, tensor):
     if is_shard(t):
         from torch.distributed.tensor import distribute_tensor
 
-        tensor = distribute_tensor(tensor.to(t.device), t.device_mesh, t.placements,
-                                   src_data_rank=None)
+        tensor = distribute_tensor(tensor, t.device_mesh, t.placements, src_data_rank=None)
     with torch.no_grad():
         t.copy_(tensor)
