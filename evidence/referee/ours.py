@@ -24,7 +24,7 @@ def make_batch(seed, rows_without_tokens=False):
     B = 12 responses in 3 groups, T columns: with padding, gaps, one token, equal scores, wild
     ratios. (B, T): mask, and m, its float; span, mask without gaps; last, 1 at a last token;
     log-probs of now, old, ref, sampler; rewards, values; no number is 0 only because mask is False.
-    (B,): scores. pairs (8, 2): scores of chosen and rejected.
+    (B,): scores.
     """
     torch.manual_seed(seed)
     B = 3 * G
@@ -39,7 +39,7 @@ def make_batch(seed, rows_without_tokens=False):
         mask=mask, m=mask.double(), rewards=draw(B, T), values=draw(B, T), old_values=draw(B, T),
         old=draw(B, T) - 2, ref=draw(B, T) - 2, sampler=draw(B, T) - 2,
         scores=(draw(B) * 2).round(decimals=1), advantages=draw(B, 1).expand(B, T),
-        pairs=draw(8, 2), index=[f"prompt {i // G}" for i in range(B)])
+        index=[f"prompt {i // G}" for i in range(B)])
     b.span = mask.flip(1).cumsum(1).flip(1) > 0  # up to the last token: gaps belong to it
     b.logprobs = b.old + 0.3 * draw(B, T)
     b.scores[2 * G:] = 0.1  # equal scores: a group that teaches nothing
@@ -58,13 +58,9 @@ def graded(loss_of, b, at="logprobs"):
     return torch.cat([total.detach().double().view(1), leaf.grad[b.mask]])
 
 
-def page(name):
-    """The Module of a script."""
-    with open(f"{os.path.dirname(formulas.__file__)}/{name}", encoding="utf-8") as f:
-        return Module(f.read(), name)
-
-
-PPO, RM, FORMULAS = page("ppo.py"), page("rm.py"), vars(formulas)
+FORMULAS = vars(formulas)
+with open(f"{os.path.dirname(formulas.__file__)}/ppo.py", encoding="utf-8") as page:
+    PPO = Module(page.read(), "ppo.py")
 
 
 # PPO ----------------------------------------------------------------------------------------------
@@ -156,10 +152,6 @@ def length(b):
     return forms.length(dict(response_mask=mask, max_new_tokens=100))
 
 
-def pair_loss(b):
-    return RM.preference_loss(b.pairs[:, 0] - b.pairs[:, 1]).mean()
-
-
 # {row: (function, where it stands, its source)}
 ROWS = {
     "GAE, with gaps": (gae, "gae.py: compute_gae", "1506.02438, eq. 16"),
@@ -184,5 +176,4 @@ ROWS = {
     "CISPO": (partial(grpo_loss, losses=groups.cispo_losses, low=1.0), "groups.py: cispo_losses",
               "2506.13585, eq. 4, 5"),
     "importance weights": (importance, "formulas.py: importance_weights", "Yao et al., 2025"),
-    "DAPO's length": (length, "grading/forms.py", "2503.14476, eq. 13"),
-    "pair loss": (pair_loss, "rm.py: preference_loss", "2009.01325, 3.4")}
+    "DAPO's length": (length, "grading/forms.py", "2503.14476, eq. 13")}

@@ -40,8 +40,9 @@ distances. An empty cell: no such function of its own was found. A choice is no 
 is at odds with an equation, the list names the equation.
 
 The formulas of recipes have no row: `worked_out.py` computes each of them in plain loops, and the
-tests compare whole runs with it. Nor has what is two rows at once: REINFORCE++ is GAE with values
-of 0, whitened, and importance weights multiply GSPO's losses as they do all others.
+tests compare whole runs with it. Nor have the losses of pairs, whose whole steps are compared with
+TRL's; nor what is two rows at once: REINFORCE++ is GAE with values of 0, whitened, and importance
+weights multiply GSPO's losses as they do all others.
 
 {equal} pairs are equal, {named} differ by the choices named{unexplained}. Whole steps, beside TRL:
 [the same as another implementation](../docs/algorithms.md#the-same-as-another-implementation).

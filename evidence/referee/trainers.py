@@ -148,8 +148,7 @@ def openrlhf(w):
         "GRPO": (advantage("group_norm"), "eps 1e-9"), "Dr. GRPO": advantage("dr_grpo"),
         "RLOO": advantage("rloo"), "token-mean": loss(lambda b, x: m.aggregate_loss(x, b.m)),
         "seq-mean-token-mean": loss(lambda b, x: m.aggregate_loss(x, b.m, False)),
-        "importance weights": tokens(weights), "DAPO's length": length,
-        "pair loss": lambda b: m.PairWiseLoss()(*b.pairs.T)}
+        "importance weights": tokens(weights), "DAPO's length": length}
 
 
 def skyrl(w):
@@ -232,9 +231,7 @@ def areal(w):
         "DAPO's length": lambda b: f.reward_overlong_penalty(
             dict(rewards=torch.zeros(5), input_ids=torch.zeros(5, 1),
                  loss_mask=torch.arange(100) < torch.tensor(STEPS)[:, None]), 20, 1.0, 100
-        )["rewards"],
-        "pair loss": lambda b: w["areal/trainer/rw/rw_engine.py"].lines(
-            "loss = -", "loss = loss.mean", scores=b.pairs).loss}
+        )["rewards"]}
 
 
 def trl(w):
@@ -295,10 +292,7 @@ def trl(w):
         "importance weights": tokens(weights),
         "DAPO's length": lambda b: torch.tensor(w[
             "trl/rewards/other_rewards.py"]._SoftOverlongPunishment(100, 20)(
-            [[0] * n for n in STEPS])),
-        "pair loss": lambda b: w["trl/trainer/reward_trainer.py"].lines(
-            "if 'margin' in inputs", "if 'margin'", inputs=(), rewards_chosen=b.pairs[:, 0],
-            rewards_rejected=b.pairs[:, 1]).loss}
+            [[0] * n for n in STEPS]))}
 
 
 # column: (its package, its version, its function)

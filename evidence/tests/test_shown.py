@@ -69,29 +69,30 @@ def test_the_record_has_its_line(copy):
 
 LOSS = """
 from openrlhf.somewhere import register
-from .utils import below
+from .utils import masked_mean
 import torch.nn as nn
 
-@register("pair")
-class PairWiseLoss(nn.Module):
-    def forward(self, chosen: Unknown, rejected, margin=None):
-        assert isinstance(chosen, Unknown)
-        return below(chosen - rejected)
-
+@register("value")
 class ValueLoss(nn.Module):
-    def __init__(self, cliprange):
+    def __init__(self, reach: Unknown):
         super().__init__()
+        self.reach = reach
 
-    def forward(self, values, old_values, returns, mask):  # wrong: without the clip and the half
-        return (values - returns)[mask.bool()].square().mean()
+    def forward(self, values, old, returns, mask):
+        assert isinstance(mask, Unknown)
+        near = old + (values - old).clamp(-self.reach, self.reach)
+        losses = ((values - returns) ** 2).maximum((near - returns) ** 2)
+        return masked_mean(losses, mask) / 2
+
+def aggregate_loss(loss, mask, token_level=True):  # wrong: of all places
+    return loss.mean()
 """
 UTILS = """
 import somebody_elses
-import torch.nn.functional as F
 
-def below(x):
+def masked_mean(x, mask):
     somebody_elses.logger.info("a loss")
-    return -F.logsigmoid(x).mean()
+    return (x * mask).sum() / mask.sum()
 
 def compute_approx_kl(logprobs, ref_logprobs, kl_estimator):  # by choice: it is cut
     x = logprobs - ref_logprobs
@@ -114,12 +115,13 @@ def test_a_cell_is_equal_or_named_or_not_explained(tmp_path):
     ended = Started("evidence/referee/table.py", [
         f"--wheels={tmp_path}", f"--page={tmp_path}/page.md"], str(tmp_path)).wait()
     assert ended.codes == [1] and ended.err[0].endswith(
-        "not explained: value loss, OpenRLHF 0.11.2\n"), ended
+        "not explained: token-mean, OpenRLHF 0.11.2; seq-mean-token-mean, OpenRLHF 0.11.2\n"), ended
     page = (tmp_path / "page.md").read_text()
-    cells = dict(re.findall(r"^\| (\w[\w ]*?) +\| ([^|]*?) +\|$", page, re.MULTILINE))
-    assert cells.pop("pair loss").startswith("equal (")
-    assert cells == {"formula": "OpenRLHF 0.11.2", "value loss": "**not explained**"} | {
-        kind: "`KL <= 10`" for kind in ("k1", "k2", "k3")}
+    cells = dict(re.findall(r"^\| (\w[\w -]*?) +\| ([^|]*?) +\|$", page, re.MULTILINE))
+    assert cells.pop("value loss").startswith("equal (")
+    assert cells == {"formula": "OpenRLHF 0.11.2"} | {
+        kind: "`KL <= 10`" for kind in ("k1", "k2", "k3")} | {
+        f"{kind}token-mean": "**not explained**" for kind in ("", "seq-mean-")}
     assert "  - k1, OpenRLHF: 2e-02 -> 0e+00\n" in page
     (absent,) = re.findall("could not be had: (.*)", page)
     assert absent.count(",") == 3 and "verl 0.9.1" in absent and "openrlhf" not in absent
