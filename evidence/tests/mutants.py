@@ -48,8 +48,6 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("rollout.py", "positions[row, -1:] + 1", "positions[row, -1:]", "loop"),
         ("rollout.py", "(budgets[live] > t + 1)", "(budgets[live] > t)", "leave"),
         ("load.py", "(0.3 if in_16_bits else 1e-3)", "0.3e3", "refused")],
-    "test_programs": [
-        ("grading/sandbox.py", '(*LIBRARY, "builtins")', "LIBRARY", "leetcode")],
     "test_parallel": [
         ("parallel.py", "mul_(1 / scale)", "div_(scale * rank_and_size()[1])", "exchange"),
         ("parallel.py", "chunk.long() * (i * 2 + 1)", "chunk.long() * i * 2", "checksum"),
@@ -98,14 +96,10 @@ MUTANTS = {  # {test file: [(file, old text, new text, pytest -k), ...]}
         ("ranks.py", "        alarm.start()", "        pass", "nobody"),
         ("run.py", "if parallel.from_rank(self.settings) != self.settings:", "if 0:", "start_with"),
         ("checkpoint.py", "   if name not in trained}", "   }", "other_models")],
-    "test_thoughts": [
-        ("grading/answers.py", "text[last.end():]", "text[marks[0][1].end():]", "behind")],
     "test_zero": [
         ("load.py", "parts = hf.get_decoder(), hf.get", "parts = hf, hf.get", "vision")],
     "test_knobs": [
         ("ranks.py", "[device.index] if gpu else None", "None", "ppo and roles")],
-    "test_bad_input": [
-        ("checkpoint.py", 'if state["iteration"] > max_iters:', "if False:", "000002")],
     "test_reward_models": [
         ("tokenizer.py", "if self.pad_id in self.eos_ids:", "if False:", "rm_py"),
         ("tokenizer.py", "== self.skipped_id:", "is None:", "others")],

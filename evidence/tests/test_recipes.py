@@ -123,7 +123,6 @@ def test_the_kl_of_the_top_k():
     for k, wanted in ((1, 0.0204), (2, 0.0475)):
         kl = names["top_k_kl"](p[None, :k], q[None, :k]).item()
         assert round(kl, 4) == wanted and str(wanted) in text
-    assert names["top_k_kl"](p[None, :2], p[None, :2]).item() == 0
     certain = torch.tensor([[1.0, 1e-20]]).log().requires_grad_()  # the others: 1 - sum = 0
     kl = names["top_k_kl"](certain, torch.tensor([[0.5, 0.25]]).log()).sum()
     kl.backward()
