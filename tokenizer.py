@@ -87,7 +87,7 @@ class Tokenizer:
 
         eos_ids        a response ends with any of them; eos_id is the tokenizer's own
         pad_id         fills rows; no mask is ever made from it
-        bos_ids        the ids that the tokenizer itself puts before a string
+        bos_ids        the ids that it puts before each string, such as "a1": mostly BOS
         vocab_size     ids from this one on are never sampled
         skipped_id     a reward model's score is read at the last token that is not this one
         chats          its chat template, of options/chats.py, or None
@@ -104,7 +104,9 @@ class Tokenizer:
             self.stop_strings, self.has_stop = parse(system.stop_strings), stops(self)
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
-        self.bos_ids = self.ids_before_a_string()
+        text, ids = self.encode_texts(["a1"])[0], hf("a1")["input_ids"]
+        begins = (n for n in range(len(ids)) if ids[n:n + len(text)] == text)
+        self.bos_ids = ids[:next(begins, 0)]
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
         # many put a blank in front of a text, and SentencePiece takes it away from the text of ids
@@ -112,12 +114,6 @@ class Tokenizer:
         self.skipped_id = self.messages_of = None
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         self.eos_ids = {self.eos_id} | (chats.turn_ends if chats else set())
-
-    def ids_before_a_string(self):
-        """The ids that the tokenizer itself writes before each string, such as "a1": mostly BOS."""
-        text, ids = self.encode_texts(["a1"])[0], self.hf("a1")["input_ids"]
-        begins = (n for n in range(len(ids)) if ids[n:n + len(text)] == text)
-        return ids[:next(begins, 0)]
 
     def save(self, folder):
         """
