@@ -5,7 +5,6 @@ text alone. And folders that are refused.
 import json
 import math
 import os
-import pickle
 import shutil
 import statistics
 
@@ -116,12 +115,6 @@ def with_tensor(name, change):
     return breaks
 
 
-def pickled(folder, tensors):
-    os.remove(f"{folder}/model.safetensors")
-    with open(f"{folder}/pytorch_model.bin", "wb") as f:
-        pickle.dump(tensors, f)
-
-
 def listed(name):
     """The list of the files with the weights names this one, which is a good one of its kind."""
     def breaks(folder, tensors):
@@ -151,8 +144,7 @@ BROKEN = {  # what is done to a folder; a word of the line
     "NaN": (with_tensor(BIAS, lambda t: t * float("nan")), BIAS),
     "a list of pickles": (listed("model-00001.bin"), "model-00001.bin"),
     "and by its whole path": (listed("{}/../model.safetensors"), "model.safetensors'"),
-    "a pickle": (pickled, "transformers"), "code": (with_code, ""),
-    "no config": (lambda folder, _: os.remove(f"{folder}/config.json"), "config.json"),
+    "code": (with_code, ""),
     "cut off": (lambda folder, _: os.truncate(f"{folder}/model.safetensors", 1000), "")}
 
 

@@ -4,7 +4,6 @@ parallel.py: what ranks exchange, whose parameter is odd, and what happens if on
 """
 import itertools
 import json
-import math
 import re
 import signal
 
@@ -146,13 +145,8 @@ def test_too_little_memory_is_said_whichever_library_asks(said):
     assert re.match("out of memory.*lower micro_batch_size", str(errors.translated(said)))
 
 
-def test_gradients_in_16_bits_have_a_norm_in_32():
-    """0.010009765625 is a number of bfloat16, sqrt(100,000) of it is none; nor has float16 3e6."""
-    for dtype, each, n in ((torch.bfloat16, 0.010009765625, 100_000), (torch.float16, 1e4, 90_000)):
-        norm = clip_gradients([torch.full((n,), each, dtype=dtype)], 0.5)
-        assert norm.item() == pytest.approx(each * math.sqrt(n), rel=3e-5)
-    numbers = torch.arange(128, 256).double()  # each is a number of bfloat16
-    buffers = [numbers.bfloat16(), torch.tensor([3.0])]
-    norm = math.sqrt(sum(n * n for n in range(128, 256)) + 9)
-    assert clip_gradients(buffers, 7.0).item() == pytest.approx(norm, rel=1e-6)
-    assert torch.equal(buffers[0], (numbers * (7 / (norm + 1e-6))).bfloat16())
+def test_the_norm_of_a_million_gradients():
+    """A CPU adds one square after the other: the norm of all at once would be wrong by 4e-4."""
+    gradients = [torch.full((10**6,), 0.1)]
+    assert clip_gradients(gradients, 50.0).item() == pytest.approx(100, rel=1e-5)
+    assert torch.allclose(gradients[0], torch.tensor(0.05))
