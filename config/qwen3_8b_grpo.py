@@ -6,7 +6,9 @@ does not fit whole. That has the commands for the data.
         --length=400 --price=2.5
     torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py config/qwen3_8b_grpo.py
 
-tools/plan.py says that it fits, see docs/scale.md. We have not run it: no result is promised.
+tools/plan.py says that it fits, and that other values of zero_stage, head_chunk, rollout_batch_size
+and micro_batch_tokens do not lower its limit, see docs/scale.md. We have not run it: no result is
+promised.
 """
 out_dir = "out/qwen3_8b_grpo"
 policy_path = "Qwen/Qwen3-8B"

@@ -218,14 +218,22 @@ def main(argv):
           f"{longest}", flush=True)
     run = work.dry_run_by_lines(script, config, [{}] + [
         work.one_row(script, P, mean) for mean in means])
-    peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}
-    bad, good = memory.verdict(script, config, peaks, memory.fitting(script, config, run[2]))
-    if bad:
-        raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
+    fits = memory.fitting(script, config, run[2])
+    if fits:
+        peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}
+        bad, _ = memory.verdict(script, config, peaks, fits)
+        if bad:
+            raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
     speed = speed_of(card, config)
     took = own["measure"] and measure.measure(script, config, P, means[0])  # COLLECTIVE
     report(script, config, own, card, P, means, run, speed, took)
-    print("\n".join(["", *good]))
+    if fits:
+        found = work.helpful(script, config, run, P, means[0], speed)
+        print("\nan iteration's limit with other keys, and as many rows as fit:" if found else
+              "\nNeither rollout_batch_size, micro_batch_tokens, zero_stage nor head_chunk lowers "
+              "the limit.")
+        for saved, keys in found:
+            print(f"{-saved:>+12.3g} s   {' '.join(typed(keys))}")
 
 
 if __name__ == "__main__":

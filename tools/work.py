@@ -13,6 +13,7 @@ Counted are the bytes that no implementation avoids: the weights once in a decod
 forward pass of a micro-batch, once more in its backward pass, which also adds to the gradients; the
 keys and values of all tokens so far; and what an optimizer reads and writes. Not the activations.
 """
+import contextlib
 import functools
 import math
 import time
@@ -20,8 +21,11 @@ from typing import NamedTuple
 
 import torch
 
+from errors import BadInput
 from options.trunk import layers_of
-from tools.memory import FEWEST, MOST, Count, build, dry_run, without_files
+from tools.memory import (FEWEST, MOST, Count, build, dry_run, fitting, say_progress, sizes_of,
+                          without_files)
+from tools.runs import typed
 
 
 class Often(NamedTuple):
@@ -222,6 +226,43 @@ def least_of(work, card):
         if least[bound]:
             found[phase] = least[bound], bound
     return found
+
+
+# -------------------------------------------------------------------------------------------------
+# keys that may help
+
+
+def helpful(script, config, run, P, mean, speed):
+    """
+    [(seconds saved, keys to type)] of as many rows as fit, and of two keys with as many, which save
+    some of an iteration's limit, the best first. run: of dry_run_by_lines, with one_row.
+    """
+    def limit(config, run):
+        least = least_of(work_of(script, config, run, P, mean), speed)
+        return sum(seconds for seconds, _ in least.values())
+
+    now, found = limit(config, run), []
+    *_, prompt, longest = sizes_of(script, config)
+    changes = [{}, *(dict(zero_stage=x) for x in ("", "2", "3") if config["world_size"] > 1
+                     and x != config["zero_stage"]),
+               dict(head_chunk=0 if config["head_chunk"] else 1024)]
+    for change in changes:
+        if change:
+            say_progress(f"with {' '.join(typed(change))}")
+            try:
+                with contextlib.redirect_stdout(None):
+                    run = dry_run_by_lines(script, config | change, [one_row(script, P, mean)])
+            except BadInput:
+                continue  # such as stage 3 with adafactor
+        fits = fitting(script, config | change, run[2])
+        if all(rows for rows, _ in fits.values()):  # not, where one row does not fit
+            rows = min(fits[phase][0] for phase in ("reading", "update"))
+            most = dict(micro_batch_tokens=rows * (prompt + longest))
+            if "rollout" in fits:
+                most["rollout_batch_size"] = fits["rollout"][0]
+            saved = now - limit(config | change | most, run)
+            found.append((saved, change | most))
+    return sorted((x for x in found if x[0] > 0.002 * now), key=lambda pair: -pair[0])
 
 
 # -------------------------------------------------------------------------------------------------

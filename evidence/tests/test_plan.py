@@ -225,6 +225,15 @@ def test_the_config_of_an_8b_starts_on_eight_ranks(tmp_path):
     assert first["objective/length"] > 0 and first["time/update"] > 0
 
 
+def test_keys_that_the_script_refuses_are_not_proposed(world, tmp_path):
+    """Adafactor is at stage 1 at most."""
+    said = said_by("tools/plan.py", tmp_path, ["grpo.py", *typed(dict(
+        policy_path=world.policy, reward_functions="accuracy", max_new_tokens=32, batch_size=16,
+        rollout_batch_size=2, optim="adafactor")), "--gpus=2xL4", "--prompt=9"])
+    proposed = said.partition("with other keys")[2]
+    assert "--rollout_batch_size=8" in proposed and "--zero_stage" not in proposed, said
+
+
 # what a script refuses before it loads a model, or while it does
 REFUSED = """
 grpo.py --batch_size=12
