@@ -18,11 +18,13 @@ def use_parts_of_file(hf, path):
     if read and (blank is None or "ByteLevel" in repr(read.decoder)):  # else the settings count
         for part in ("normalizer", "pre_tokenizer", "decoder", "model"):
             setattr(backend, part, getattr(read, part))
-    # in some of Mistral's folders stand the words of cl100k, and its models know those of Tekken
+    # in some of Mistral's folders stand the words of cl100k, and its models know those of Tekken;
+    # transformers writes these where config.json names no version of its own from 5 on
     if (backend and backend.token_to_id("[INST]") and "{1,3}" in repr(backend.pre_tokenizer)
             and hf.init_kwargs.get("fix_mistral_regex") is not False):
         raise BadInput(f"{path}: its tokenizer.json splits words otherwise than Mistral's models "
-                       "know them; mend a copy of the folder in Python: AutoTokenizer."
-                       "from_pretrained(DIR, fix_mistral_regex=True).save_pretrained(DIR); or, for "
-                       'a model that was trained with this file, write "fix_mistral_regex": false '
-                       "into its tokenizer_config.json")
+                       'know them; mend a copy of the folder: take "transformers_version" out of '
+                       "its config.json, and in Python AutoTokenizer.from_pretrained(DIR, "
+                       "fix_mistral_regex=True).save_pretrained(DIR); or, for a model that was "
+                       'trained with this file, write "fix_mistral_regex": false into its '
+                       "tokenizer_config.json")

@@ -111,13 +111,16 @@ def test_words_of_mistral(tmp_path):
     saved = read_json(whole)  # transformers mends no smaller one
     saved["model"]["vocab"] |= {f"<{n}>": n for n in range(len(RANKS) + 2, 100_001)}
     write_json(whole, saved)
-    write_json(tmp_path / "config.json", dict(model_type="mistral"))
+    config = dict(model_type="mistral", transformers_version="5.1.0")
+    write_json(tmp_path / "config.json", config)
     for said in ({}, dict(fix_mistral_regex=True)):
         write_json(settings, read_json(settings) | said)
         with pytest.raises(BadInput, match="fix_mistral_regex=True.*save_pretrained"):
             loaded(tmp_path)
     write_json(settings, read_json(settings) | dict(fix_mistral_regex=False))
     loaded(tmp_path, file)
+    del config["transformers_version"]
+    write_json(tmp_path / "config.json", config)
     AutoTokenizer.from_pretrained(tmp_path, fix_mistral_regex=True).save_pretrained(tmp_path)
     loaded(tmp_path, right)
     assert right.encode_ordinary("1234") != file.encode_ordinary("1234")
