@@ -40,7 +40,8 @@ from checkpoint import find_checkpoint  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from run import Run  # noqa: E402
 from tools.outputs import check_outputs  # noqa: E402
-from tools.iteration import columns_of, keys_of_tool, run_again, script_of, show  # noqa: E402
+from tools.iteration import (  # noqa: E402
+    PAGE, columns_of, keys_of_tool, run_again, script_of, show)
 from tools.runs import config_of, texts_as_read  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ trust_code = False  # run the FILE.py:f that the run's config.json names? It can
 config, _ = configure(globals())
 # -------------------------------------------------------------------------------------------------
 if out or iteration >= 0:
-    check_outputs("--out", [out])
+    check_outputs("--out", [out], [PAGE])
     show(run, iteration, out, trust_code)
     sys.exit()
 

@@ -13,7 +13,7 @@ KEPT = re.compile(r"(log|samples|rollouts)\.jsonl|.*\.safetensors|.*(config|inde
                   r"(state|manifest|tokenizer|vocab|special_tokens_map|added_tokens)\.json")
 
 
-def check_outputs(key, paths, sources=()):
+def check_outputs(key, paths, sources):
     """
     Raise BadInput where a tool may not write one of these paths, of its key such as --out; and say
     which of them is there already. sources: the paths that the tool reads.

@@ -185,7 +185,7 @@ if out and not out.endswith((".png", ".html")):
     raise BadInput(f"out = {out!r}: wanted a name that ends with .png or .html")
 if watch and not out.endswith(".html"):
     raise BadInput("watch is for a page; type --out=FILE.html")
-check_outputs("--out", [out] if out else [])
+check_outputs("--out", [out] if out else [], [PAGE])
 paths = split_paths(runs, "runs")  # {short name: folder}
 logs, logged = read_logs()
 place = choose(against)[0] if against else "iteration"

@@ -8,7 +8,6 @@ of the page; "look", a fault that can be seen at once; "end", what the last poli
 """
 import contextlib
 import functools
-import importlib
 import json
 import os
 import random
@@ -17,6 +16,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy
 import small_world
 import torch
 from small_world import rooms_of, wrap
@@ -45,8 +45,7 @@ def before(spec):
             small_world.of_copy(root)(rank)
         rooms, number = rooms_of(root), 77 if "elsewhere" in how else 0
         random.seed(number), torch.manual_seed(number)
-        with contextlib.suppress(ImportError):
-            importlib.import_module("numpy").random.seed(number)
+        numpy.random.seed(number)
         if "elsewhere" in how:  # another time of day; new memory is full of NaN
             clock = time.time
             time.time = lambda: clock() + 123456.7
