@@ -19,7 +19,7 @@ import sys
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure  # noqa: E402  first: it must be imported before torch
+from configurator import configure, write_json, write_text  # noqa: E402  before torch
 
 import json  # noqa: E402
 import math  # noqa: E402
@@ -272,11 +272,9 @@ def finish():
         print(f"{first} wins {cell(duel['wins'], '.1%')} against {duel['against']} (by scores, "
               f"ties count half, {duel['prompts']} prompts)")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    with open(f"{out}.jsonl", "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(record) + "\n" for record in records)
-    with open(f"{out}.json", "w", encoding="utf-8") as f:
-        json.dump(dict(config=config, prompts=len(picked), policies=table, win_rates=duels,
-                       groups=groups), f, indent=2)
+    write_text(f"{out}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    write_json(f"{out}.json", dict(config=config, prompts=len(picked), policies=table,
+                                   win_rates=duels, groups=groups))
     print(f"saved {out}.json and {out}.jsonl")
 
 

@@ -109,9 +109,8 @@ def keys_between(first, last, newest, checkpoints):
     changes = read_json(os.path.join(folder, "state.json")).get("run/changes", [])
     between = [number for number, _ in changes if first < number <= last]
     if between:
-        raise BadInput(f"iteration = {last}: the run had other keys before iteration "
-                       f"{between[-1]}, and its checkpoint of that iteration is gone; give an "
-                       f"iteration from {first} to {between[0] - 1}")
+        raise BadInput(f"iteration = {last}: the run had other keys before iteration {between[-1]},"
+                       f" whose checkpoint is gone; give one from {first} to {between[0] - 1}")
     return keys_at(read_json(os.path.join(folder, "config.json")), changes, first)
 
 

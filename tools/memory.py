@@ -83,8 +83,7 @@ def read_run(argv):
     """
     script = argv[0].removesuffix(".py") if argv else ""
     if script not in ("ppo", "grpo", "sft", "rm"):
-        given = [f", not {arg!r}" for arg in argv[:1] if not arg.startswith("--")]
-        raise BadInput("type the script first, ppo.py, grpo.py, sft.py or rm.py" + "".join(given))
+        raise BadInput("type the script first, ppo.py, grpo.py, sft.py or rm.py")
     own, theirs = take(argv[1:], OPTIONS)
     names = {}  # the script's variables
 
@@ -560,6 +559,5 @@ if __name__ == "__main__":
         parts = {name: peak / size for (of, name), peak in peaks.items() if of == phase}
         print(f"{phase:<14}{max(parts.values()):>13.2f}   "
               + ", ".join(f"{name} {peak:.2f}" for name, peak in parts.items()))
-    if fits:
-        bad, good = verdict(script, config, peaks, fits)
-        print("\n".join(["", *good, *bad]))
+    bad, good = verdict(script, config, peaks, fits)
+    print("\n".join(["", *good, *bad]))

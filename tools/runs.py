@@ -117,10 +117,10 @@ def config_of(folder):
     file = os.path.join(folder, "config.json")
     try:
         keys = read_json(file) if os.path.isfile(file) else {}
+        if not isinstance(keys, dict):
+            raise ValueError("it has no keys of a run")
     except (ValueError, RecursionError) as e:
         raise BadInput(f"{file} is damaged ({first_line(e)[:200]}); give another folder") from e
-    if not isinstance(keys, dict):
-        raise BadInput(f"{file} has no keys of a run; give another folder")
     return keys
 
 

@@ -85,9 +85,8 @@ def test_recipes_that_are_whole_papers(name, only, tmp_path):
 
 @pytest.mark.parametrize("typed, code, words", [
     ("", 0, ["grpo.py", "resume"]), ("--help", 0, ["What it cannot see"]),
-    ("gae.py", 2, ["is no script"]), ("none.py", 2, ["none.py"]), ("--deep", 2, ["--deep"]),
-    ("ROOT/nano/ppo.py", 2, ["nano/ppo.py"]), ("ROOT/ppo.py --only=kills", 2, ["kills", "resume"]),
-    ("ROOT/ppo.py --learning_rat=1", 2, ["learning_rat"]), ("ROOT/ppo.py none.py", 2, ["none.py"]),
+    ("gae.py", 2, ["is no script"]), ("ROOT/nano/ppo.py", 2, ["nano/ppo.py"]),
+    ("ROOT/ppo.py --only=kills", 2, ["kills", "resume"]), ("ROOT/ppo.py none.py", 2, ["none.py"]),
     ("ROOT/ppo.py --only=ids --group_size=2", 2, ["group_size"]),
     ("ROOT/grpo.py --only=ids --policy_path=none", 3, ["small run fails", "--policy_path is what"]),
     ("ROOT/grpo.py --only=ids --batch_size=7", 3, ["--batch_size is what", "group_size = 3"]),
