@@ -78,7 +78,8 @@ modes = {"greedy": (0.0, 1)} | ({"sampled": (temperature, samples)} if samples e
 for path in paths.values():  # all of them, before the first one answers
     check_name(path)
 reward_model, all_rows = None, None
-records = []  # a dict for each response
+responses = {}  # (policy, mode, row): the records of its responses, a dict for each
+known = {}  # what was said to a prompt: its scores
 for policy_name, path in paths.items():
     policy = load(path, "policy", system, device)
     models = dict(policy=policy)
@@ -112,24 +113,23 @@ for policy_name, path in paths.items():
             lengths, whole = batch["response_mask"].sum(1).tolist(), whole_responses(texts)
             for i, row in enumerate(batch["row"].tolist()):
                 scores = {name: x[i] for name, x in measured.items() if name != "finished"}
-                records.append(dict(
+                record = dict(
                     policy=policy_name, mode=mode, row=row, sample=i % count,
                     prompt=rows[row]["prompt"], text=texts["completions"][i],
                     answer=final_answer(whole[i]), finished=measured["finished"][i],
                     length=lengths[i],
                     # NaN: it does not apply to this response
-                    scores={name: x for name, x in scores.items() if math.isfinite(x)}))
+                    scores={name: x for name, x in scores.items() if math.isfinite(x)})
                 if "dialogues" in texts:
-                    records[-1]["messages"] = texts["dialogues"][i]
+                    record["messages"] = texts["dialogues"][i]
+                # equal responses to a prompt are a tie: they get the scores of the first one, for
+                # the last bits of a model's scores depend on the responses beside them
+                said = json.dumps([record.get(x) for x in (
+                    "row", "text", "messages", "finished", "length")])
+                record["scores"] = known.setdefault(said, record["scores"])
+                responses.setdefault((policy_name, mode, row), []).append(record)
             say(f"{policy_name}, {mode}: {start + len(numbers)} of {len(picked)} prompts")
     del policy, models  # before the next one is loaded
-
-# equal responses to a prompt are a tie: they get the scores of the first one, for the last bits of
-# a model's scores depend on the responses beside them
-known = {}
-for record in records:
-    said = json.dumps([record.get(x) for x in ("row", "text", "messages", "finished", "length")])
-    record["scores"] = known.setdefault(said, record["scores"])
 
 # -------------------------------------------------------------------------------------------------
 # figures of the samples to one prompt: lists of n texts or numbers
@@ -178,12 +178,6 @@ def wins(ours, theirs):
 
 # -------------------------------------------------------------------------------------------------
 # the table: each figure is a mean over the prompts
-
-responses = {}  # (policy, mode, row): the records of its responses
-for record in records:
-    key = record["policy"], record["mode"], record["row"]
-    responses.setdefault(key, []).append(record)
-
 
 def scores_of(prompt, *metrics):
     """A list for each metric: the scores of a prompt's responses; None where some have none."""
@@ -272,7 +266,8 @@ def finish():
         print(f"{first} wins {cell(duel['wins'], '.1%')} against {duel['against']} (by scores, "
               f"ties count half, {duel['prompts']} prompts)")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    write_text(f"{out}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    write_text(f"{out}.jsonl", "".join(
+        json.dumps(record) + "\n" for records in responses.values() for record in records))
     write_json(f"{out}.json", dict(config=config, prompts=len(picked), policies=table,
                                    win_rates=duels, groups=groups))
     print(f"saved {out}.json and {out}.jsonl")
