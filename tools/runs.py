@@ -16,6 +16,7 @@ from unittest import mock
 from configurator import read_json
 from errors import BadInput, first_line, say, visible
 from options.home import from_home
+from options.sources import raw_rows, rename
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
@@ -122,6 +123,21 @@ def config_of(folder):
     except (ValueError, RecursionError) as e:
         raise BadInput(f"{file} is damaged ({first_line(e)[:200]}); give another folder") from e
     return keys
+
+
+def system_message_of(path):
+    """
+    [the system message] of the first row that the run of a policy, out_dir/policy, has trained on;
+    [] where it has none, or the file is gone.
+    """
+    run = config_of(os.path.dirname(os.path.realpath(path)))
+    data = str(run.get("prompts_path") or run.get("train_path") or "")
+    data = data if os.path.isfile(data) else data.split(",")[0].rpartition("*")[2].strip()
+    with contextlib.suppress(BadInput, StopIteration, LookupError, TypeError):  # odd rows have none
+        prompt = rename(next(raw_rows(data))[1], str(run.get("fields", ""))).get("prompt")
+        if isinstance(prompt, list) and prompt[0]["role"] == "system":
+            return prompt[:1]
+    return []
 
 
 def split_paths(text, key):

@@ -10,9 +10,9 @@ python tools/sample.py --policy_path=out/arithmetic_ppo/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=5 --reward_path=out/arithmetic_rm/reward_model
 
 Each line that you type is a new conversation: the policy does not see the earlier ones. A policy
-with a chat template answers it as a chat message, another one continues it as plain text. Keys that
-you do not type, such as temperature, system_prompt and environment, are those of the policy's run;
-if that was trained on rows with a system message of their own, type it as --system_prompt.
+with a chat template answers it as a chat message, behind the system message of the run's first row,
+if that has one and you type no system_prompt; another one continues it as plain text. Keys that you
+do not type, such as temperature, system_prompt and environment, are those of the policy's run.
 An environment or tools are Python files: with those of a run it takes --trust_code=True.
 """
 import os
@@ -29,7 +29,7 @@ from prompts import Rows, encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch  # noqa: E402
-from tools.runs import ASKED, as_in_run, texts_as_read  # noqa: E402
+from tools.runs import ASKED, as_in_run, system_message_of, texts_as_read  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 policy_path = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
@@ -82,10 +82,15 @@ def answer(rows, where, first=0):
 
 def as_row(text):
     """A row of data with this text as its prompt: a chat message, if there is a chat template."""
-    chat = [dict(role="user", content=text)]
-    return prompt_row(dict(prompt=chat if policy.tokenizer.chats else text))
+    return prompt_row(dict(prompt=[*system_message, dict(role="user", content=text)]
+                           if policy.tokenizer.chats else text))
 
 
+system_message = []  # as the policy's run has it
+if policy.tokenizer.chats and not any(arg.startswith("--system_prompt=") for arg in sys.argv):
+    system_message = system_message_of(policy_path)
+if system_message and not prompts:
+    print(visible(f"system: {system_message[0]['content']}"))
 if prompts:
     rows = read_rows(prompts, prompt_row, system.fields)
     answer(rows[:limit or len(rows)], prompts)

@@ -17,7 +17,7 @@ import pretend
 import pytest
 from tiny import (Started, assert_one_line, jsonl, keys_of, read_jsonl, run, said_by, typed, well,
                   write)
-from tools.runs import ASKED, JUDGED, as_in_run, estimate
+from tools.runs import ASKED, JUDGED, as_in_run, estimate, system_message_of
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
@@ -205,6 +205,18 @@ def test_zeros_and_empty_keys_of_runs_are_theirs(tmp_path, capsys):
     assert asked(one=none, two=some) == empty | dict(prompts_path="e.jsonl", stop_strings="x")
     said = capsys.readouterr().out  # one seed for all of them
     assert "two/config.json" in said and "seed=5" in said and "stop_strings" not in said
+
+
+def test_the_system_message_of_a_run(tmp_path):
+    """That of its first row, in any layout; no file, no run, or a text: none."""
+    led = [dict(role="system", content="be kind"), dict(role="user", content="a")]
+    rows, texts = (jsonl(tmp_path / f"{name}.jsonl", [{"q": prompt}, {"q": "x"}])
+                   for name, prompt in (("led", led), ("texts", "a")))
+    assert system_message_of(f"{tmp_path}/policy") == []
+    for keys, found in ((dict(train_path=rows), 1), (dict(prompts_path=f"0.5*{rows},{texts}"), 1),
+                        (dict(prompts_path=texts), 0), ({}, 0), (dict(prompts_path="gone"), 0)):
+        write(tmp_path / "config.json", json.dumps(dict(out_dir="a", fields="q>prompt") | keys))
+        assert system_message_of(f"{tmp_path}/policy") == led[:found], keys
 
 
 def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
