@@ -285,14 +285,20 @@ def test_the_table(tmp_path):
     (model := tmp_path / "model").mkdir()
     write_byte_tokenizer(str(model))
     write(model / "chat_template.jinja", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    write(model / "config.json", json.dumps(dict(
+        model_type="gpt2", hidden_size=8, num_hidden_layers=2, vocab_size=16,
+        num_attention_heads=2, num_key_value_heads=1, intermediate_size=4)))
     prompts = jsonl(tmp_path / "p", [dict(prompt=[dict(role="user", content="ab")])])
     line = {"time/rollout": 2.0, "time/score": 1.0, "time/update": 4e-8, "time/iteration": 3.0,
             "objective/length": 3.0, "policy/sampler_gap": 1e-3, "mem/peak_mib": 3072.0}
     (out := tmp_path / "x_grpo").mkdir()
     write(out / "config.json", json.dumps(dict(
-        policy_path=str(model), prompts_path=prompts, batch_size=2)))
+        policy_path=str(model), prompts_path=prompts, batch_size=2, max_new_tokens=4, lora="")))
     jsonl(out / "log.jsonl", [line | {"iteration": i, "time/update": s}
                               for i, s in enumerate((9.0, 4e-8, 4e-8))])
+    jsonl(out / "samples.jsonl", [
+        dict(row=row, prompt=[dict(role="user", content=f"ask {row}")], text=f"{row} at {i}")
+        for i in range(3) for row in range(3)])
     write(f"{out}.memory", "\nMiB    weights\npolicy  1.0  2.0\n\nat the peak of\n"
           "rollout    1024.0   policy 1.0\nupdate    2048.0   policy 1.0, step 2.0\n")
     right = {"start": [0, 0, 0, 0], "sft": [1, 0, 0, 0], "rl": [1, 1, 1, 0]}
@@ -308,6 +314,9 @@ def test_the_table(tmp_path):
     assert "| seen (4): greedy accuracy | 0.0% ± 12.5% | 25.0% ± 12.5% | 75.0% ± 12.5% |" in text
     # gains 0, 1, 1, 0: deviation sqrt(1 / 3), over sqrt(4), times 1.96
     assert "| seen: greedy, points above SFT |  |  | +50.0% ± 56.6% |" in text
+    # weights 2 * 8 * (2 * 8 + 2 * 4 + 3 * 4) = 576: 6 FLOP * 2 rows * ((576 + 80) * 5 + 384)
+    assert "ask 1\n\nbefore GRPO: 1 at 0\n\nafter GRPO: 1 at 2" in text and "ask 2" not in text
     for line in ("iterations | 3", "tokens of a prompt, of a response | 2, 3",
-                 "tokens trained a second | 250,000,000", "memory, GiB | 3.0 (predicted: 2.0)"):
+                 "update, TFLOP/s | 1.1", "tokens trained a second | 250,000,000",
+                 "memory, GiB | 3.0 (predicted: 2.0)"):
         assert f"| {line} |" in text
