@@ -42,9 +42,6 @@ def begin(system):
     """A collective: make groups; returns this rank's role, does and group. Raises BadInput."""
     global way
     text = system.roles
-    if system.generate_tp > 1:
-        raise BadInput("generate_tp with roles: each rank that generates samples for itself; leave "
-                       "one of the two out")
     counts = {name: int(n) for name, n in re.findall(r"(train|generate|score)=(\d{1,6})", text)}
     size = int(dist.is_initialized() and dist.get_world_size())
     if not counts.get("train") or not counts.get("generate") or sum(counts.values()) != size:

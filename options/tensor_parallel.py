@@ -22,9 +22,10 @@ from parallel import copy_into, is_shard
 
 
 def check_ranks(system):
-    if parallel.rank_and_size()[1] % system.generate_tp or system.environment or system.tools:
+    others = system.roles, system.sampler == "vllm", system.environment, system.tools
+    if parallel.rank_and_size()[1] % system.generate_tp or any(others):
         raise BadInput(f"generate_tp = {system.generate_tp}: it must divide the number of ranks, "
-                       "and goes with no environment or tools")
+                       "and goes with no roles, sampler = 'vllm', environment or tools")
 
 
 @torch.no_grad()

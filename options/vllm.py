@@ -66,9 +66,8 @@ def responder(policy, system, device, temperature, seeds):
     A collective: vLLM as the sampler of rollout.sampling, with the policy's present weights. seeds:
     of the responses; of a later turn they are made of its uniforms. Raises BadInput.
     """
-    if system.dtype not in DTYPES or system.generate_tp > 1:
-        raise BadInput(f"sampler = 'vllm' goes with no generate_tp ({system.generate_tp}) and no "
-                       f"float64 (dtype = {system.dtype!r}); leave one of them out")
+    if system.dtype not in DTYPES:
+        raise BadInput(f"sampler = 'vllm' goes with no dtype = {system.dtype!r}; type another one")
     torch.cuda.empty_cache()  # vLLM needs what the update has used
     if policy not in engines:
         try:

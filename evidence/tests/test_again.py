@@ -145,22 +145,30 @@ def test_an_evaluation_of_a_run_that_begins_anew_is_not_kept(tmp_path):
 # keys that a resume changes
 
 def test_keys_that_a_resume_changes_are_in_the_state_and_on_the_card(world, tmp_path):
-    """A run changes its mind before the next checkpoint, and behind it; then it is made longer."""
-    keys = keys_of(world, "ppo.py", max_iters=3, checkpoint_interval=1)
+    """
+    A run changes its mind before the next checkpoint, and behind it; then it is made longer, with
+    an average, which begins with the weights of then.
+    """
+    keys = keys_of(world, "ppo.py", max_iters=3, checkpoint_interval=1, num_minibatches=1,
+                   ppo_epochs=1)
     for more, how, code in (({}, at(1, signal.SIGTERM), 0),
                             (dict(cliprange=0.3), at(1, signal.SIGKILL), -9),
                             (dict(cliprange=0.4), at(2, signal.SIGTERM), 0)):
         assert run("ppo.py", tmp_path, keys | more, before=how).codes == [code]
     keys["cliprange"] = 0.3
     out = well("ppo.py", tmp_path, keys)
-    well("ppo.py", tmp_path, keys | dict(max_iters=4, temperature=0.9, micro_batch_size=3))
+    before = read_weights(f"{out}/policy")
+    longer = dict(max_iters=4, temperature=0.9, micro_batch_size=3, ema_decay=0.75)
+    well("ppo.py", tmp_path, keys | longer)
+    after, average = (read_weights(f"{out}/{name}") for name in ("policy", "ema_policy"))
+    for name, t in average.items():
+        assert (t - 0.75 * before[name] - 0.25 * after[name]).abs().max() < 1e-12
     state = json.loads(Path(f"{out}/checkpoint-000004/state.json").read_text())
     assert state["run/changes"] == [
-        [0, dict(cliprange=0.2, max_iters=3, temperature=0.8, micro_batch_size=2)],
-        [1, dict(cliprange=0.4)], [2, dict(cliprange=0.3)],
-        [3, dict(max_iters=4, temperature=0.9, micro_batch_size=3)]]
+        [0, dict(cliprange=0.2, max_iters=3, temperature=0.8, micro_batch_size=2, ema_decay=0.0)],
+        [1, dict(cliprange=0.4)], [2, dict(cliprange=0.3)], [3, longer]]
     for name in ("policy", "value_model"):
         card = Path(f"{out}/{name}/README.md").read_text()
         for line in ("1 on: `cliprange=0.4`", "2 on: `cliprange=0.3`",
-                     "3 on: `temperature=0.9 max_iters=4`"):
+                     "3 on: `temperature=0.9 max_iters=4 ema_decay=0.75`"):
             assert f"From iteration {line}" in card

@@ -101,6 +101,7 @@ grpo.py --ref_path=$policy --kl_coef=0.0 | ref_path; kl_coef
 ppo.py --keep_best=score --eval_path= | keep_best
 ppo.py --master_weights=False | master_weights
 torchrun grpo.py --generate_tp=3 | generate_tp = 3
+torchrun grpo.py --generate_tp=2 --sampler=vllm | generate_tp = 2; no roles, sampler
 grpo.py --max_refills=1 --refill_by=accuracy | refill_by
 sft.py --attn_implementation=flash_attention_2 | FlashAttention
 torchrun ppo.py --roles=train=1,generate=2 | roles; 2 rank

@@ -160,18 +160,6 @@ def test_bfloat16_shards_and_micro_batches(world, tmp_path):
     assert all(torch.tensor(x).bfloat16().item() != x for x in norms)
 
 
-# an average of the weights (options/ema.py)
-
-def test_an_average_that_begins_at_a_resume_begins_with_the_weights_of_then(world, tmp_path):
-    keys = keys_of(world, "grpo.py", checkpoint_interval=1, keep_checkpoints=9, num_minibatches=1)
-    assert run("grpo.py", tmp_path, keys, before=at(2, signal.SIGTERM)).codes == [0]
-    out = well("grpo.py", tmp_path, keys | dict(ema_decay=0.9))
-    before, after = (read_weights(f"{out}/checkpoint-00000{i}/policy") for i in (2, 3))
-    average = read_weights(f"{out}/ema_policy")
-    assert max((average[name] - 0.9 * t - 0.1 * after[name]).abs().max()
-               for name, t in before.items()) < 1e-12
-
-
 def test_the_llama_config_on_eight_ranks(tmp_path):
     """With tiny models typed as paths, chats as prompts, and in float64: as on one rank."""
     chats = [dict(prompt=[dict(role="user", content=f"Is {n} even?")]) for n in range(24)]
