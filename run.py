@@ -226,7 +226,7 @@ class Run:
 
     def leave(self):
         """A collective: leave the group of ranks together."""
-        if "batches" in self.also_saved:
+        if self.system.roles and "batches" in self.also_saved:
             self.also_saved["batches"].end()  # COLLECTIVE
         if self.system.report_to:
             from options.trackers import finish_trackers

@@ -103,9 +103,6 @@ class Ahead:
         return {f"{k}.{self.version[k]}.{name}": t for k, batch in sorted(self.batches.items())
                 if self.version[k] < now <= k for name, t in batch.items()}
 
-    def end(self):
-        """A collective: the run is over."""
-
 
 def ahead_of(rollout, run, config, system, rows, rows_of, terms):
     """A collective: the function that replaces a script's rollout. Other roles' ranks end here."""

@@ -84,7 +84,6 @@ def send_to_trackers(record):
 
 def finish_trackers():
     call_all(1)
-    open_trackers.clear()
 
 
 def call_all(which, *args):

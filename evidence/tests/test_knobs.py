@@ -78,8 +78,6 @@ def assert_shattered(folder):
     for stem in ("policy/model", "policy_optimizer", "ema"):
         files = sorted(glob.glob(f"{folder}/{stem}-*.safetensors"))
         assert len(files) > 3 and files[1].endswith(f"-00002-of-{len(files):05d}.safetensors")
-        for tensors in map(load_file, files):  # one is larger, if it is a single tensor
-            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 10_000
 
 
 @pytest.mark.parametrize("name", CASES)
