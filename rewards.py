@@ -158,12 +158,11 @@ def model_scores(reward_model, part, total, micro_batch_size, system, device):
 @torch.no_grad()
 def score_sequences(model, sequences, at_once, device, total=0):
     """
-    A reward model's or judge's scores of texts (lists of ids), (n,) in at least float32, read at
-    the last token of each. total: of all ranks. Each makes as many forwards as the rank with the
-    most texts, because models may be sharded; 0: as many as its own texts take.
+    A reward model's or judge's scores of texts (lists of ids), (n,) float64, read at the last token
+    of each. total: of all ranks. Each makes as many forwards as the rank with the most texts,
+    because models may be sharded; 0: as many as its own texts take.
     """
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    scores = torch.zeros(len(sequences), dtype=dtype, device=device)
+    scores = torch.zeros(len(sequences), dtype=torch.float64, device=device)
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))  # little padding
     parts = [order[i:i + at_once] for i in range(0, len(order), at_once)]
     forwards = math.ceil(math.ceil(total / parallel.rank_and_size()[1]) / at_once)
@@ -172,7 +171,7 @@ def score_sequences(model, sequences, at_once, device, total=0):
         tokens = right_pad(texts, 0)  # (b, W): padding stands behind a text, so any id is right
         last = torch.tensor([len(ids) - 1 for ids in texts] or [0])  # without texts: of one row
         found = model.scores(tokens.to(device), last.to(device))  # (b,)
-        scores[part] = found[:len(part)].to(dtype)
+        scores[part] = found[:len(part)].double()
     return scores
 
 
