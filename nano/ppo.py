@@ -241,8 +241,8 @@ def compute_gae(rewards, values, mask):
 def audit():
     """A collective: all ranks have the same finite weights, and those of frozen models stay."""
     norms = torch.stack([p.detach().double().norm() for p in everything])
-    low, high = (all_reduce(norms.clone(), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
-    assert (high - low == 0).all(), "a weight is not finite, or another one on another rank"
+    both = [all_reduce(norms.clone(), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)]
+    assert all((x == norms).all() for x in both), "a weight is not finite, or not another rank's"
     now = norms[len(learned):].tolist()  # of the frozen models
     assert frozen_norms in ([], now), "a frozen model has changed"
     frozen_norms[:] = now  # of the first audit

@@ -181,6 +181,8 @@ def test_a_killed_run_ends_in_the_same_bits(whole, script, when, tmp_path):
 END = "    if (iteration + 1) % checkpoint_interval"
 SLIPS = {  # a word of the line; an old text and a new one
     "another rank": (END, f"    learned[0].data += rank\n{END}"),  # weights that part
+    "a weight is not finite": (  # the least and the largest of the ranks' numbers may drop a NaN
+        END, f"    learned[0].data[:] = learned[0].data * (torch.nan if rank else 1)\n{END}"),
     "a frozen model": (END, f"    everything[-1].data += 1\n{END}"),
     "log-probs differ": ("mask = torch.tensor([[0]", "mask = torch.tensor([[1]"),
     "not finite": ("* ratio\n", "* ratio * torch.nan\n")}
