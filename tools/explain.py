@@ -184,7 +184,12 @@ score = batch["scores"][0].item()
 parts = [f"{weight:g} * {name} {cell(batch[f'reward/{name}'][0].item())}"
          for weight, name, _ in names["terms"]]
 print(visible(f"one response of {run}: iteration {iteration} of {os.path.basename(script)}, from "
-              f"{os.path.basename(checkpoint)}\n\nprompt    {prompt!r}\nresponse  {said[0]!r}"))
+              f"{os.path.basename(checkpoint)}\n"))
+asked = texts["rows"][0]["prompt"]
+leads = [m["content"] for m in asked if m["role"] == "system"] if isinstance(asked, list) else []
+for lead in leads or [keys["system_prompt"]] * bool(keys["system_prompt"]):
+    print(visible(f"system    {lead!r}"))
+print(visible(f"prompt    {prompt!r}\nresponse  {said[0]!r}"))
 print(f"score     {cell(score)} = {' + '.join(parts)}"
       + ("" if batch["finished"][0] else "; cut off at max_new_tokens"))
 print(f"shaped    {cell(names['scores'][0].item())}, the score after penalties\n")
