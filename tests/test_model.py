@@ -115,6 +115,11 @@ def with_tensor(name, change):
     return breaks
 
 
+def pickled(folder, tensors):
+    os.remove(f"{folder}/model.safetensors")
+    torch.save(tensors, f"{folder}/pytorch_model.bin")
+
+
 def listed(name):
     """The list of the files with the weights names this one, which is a good one of its kind."""
     def breaks(folder, tensors):
@@ -144,7 +149,7 @@ BROKEN = {  # what is done to a folder; a word of the line
     "NaN": (with_tensor(BIAS, lambda t: t * float("nan")), BIAS),
     "a list of pickles": (listed("model-00001.bin"), "model-00001.bin"),
     "and by its whole path": (listed("{}/../model.safetensors"), "model.safetensors'"),
-    "code": (with_code, ""),
+    "a pickle": (pickled, "only safetensors are read"), "code": (with_code, ""),
     "cut off": (lambda folder, _: os.truncate(f"{folder}/model.safetensors", 1000), "")}
 
 

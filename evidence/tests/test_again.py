@@ -138,8 +138,17 @@ def test_an_evaluation_that_was_made_stands_once(world, tmp_path, script, interv
 
 
 def test_an_evaluation_of_a_run_that_begins_anew_is_not_kept(tmp_path):
+    """One that goes on keeps it, with its samples; a rollout's texts are written again."""
     log = jsonl(tmp_path / "log.jsonl", [{"iteration": 0, "eval/loss": 1.5}])
     assert cut_logs(str(tmp_path), 0) == {} and not os.path.exists(log)
+    jsonl(log, [{"iteration": 3, "eval/loss": 1.5, "loss/sft": 2.0}])
+    for file in ("samples", "rollouts"):
+        jsonl(tmp_path / f"{file}.jsonl", [dict(iteration=i) for i in (2, 3, 4)])
+    for _ in range(2):  # a run that is killed at once, too
+        assert cut_logs(str(tmp_path), 3) == {"eval/loss": 1.5}
+        assert read_jsonl(log) == [{"iteration": 3, "eval/loss": 1.5}]
+        assert [row["iteration"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [2, 3]
+        assert [row["iteration"] for row in read_jsonl(tmp_path / "rollouts.jsonl")] == [2]
 
 
 # keys that a resume changes

@@ -163,6 +163,7 @@ SHORT = [system("s"), user("u"), assistant("a")]
 NO_SYSTEM = written_as("m.role + m.content", "m.role != 'system'")
 LEAVES_OUT = [  # a template, messages, the role whose text it leaves out
     (NO_SYSTEM, SHORT, "system"), (NO_SYSTEM, [user("u"), system("u"), user("u")], "system"),
+    (written_as("m.content", "m.role != 'assistant'"), SHORT, "assistant"),
     ("{{ 'suu' + messages[-1].content }}", [user("u"), SHORT[2], user("v")], "user"),
     (written_as("m.content[:30]"), [user("long " * 9)], "user"),
     (written_as("m.content[-30:]"), [user("long " * 9)], "user"),
