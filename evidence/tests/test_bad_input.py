@@ -38,7 +38,7 @@ FILES = {  # which the table names: their texts, or rows
     "chat.jsonl": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
     "foreign.jsonl": [dict(conversations=[{"from": "human", "value": "x"}])],
     "null.jsonl": [ROW | dict(answer=None)], "mute.jsonl": [ROW, dict(prompt="a")],
-    "mixed.jsonl": [ROW | dict(prompt=USER)],
+    "mixed.jsonl": [ROW | dict(prompt=USER)], "true.jsonl": [ROW, ROW | dict(margin=True)],
     "long.jsonl": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
     "huge.jsonl": [ROW | dict(prompt="a" * 9)], "trees.jsonl": [dict(chosen=[], rejected=[])],
     "cut.jsonl": json.dumps(ROW) + '\n{"prompt": "a", "ans', "empty.jsonl": "",
@@ -133,6 +133,7 @@ grpo.py --reward_functions=$made/../od.py:f | did you mean; odd.py
 grpo.py --reward_functions=$verl.py:compute_score | verl's; docs/data.md
 grpo.py --reward_functions=$verl.py:reward_func | OpenRLHF's; docs/data.md
 sft.py --init_from=$bare | this folder has no tokenizer
+rm.py --train_path=$true.jsonl | line 2; 'margin'; True
 rm.py --train_path=$sure.csv | row 2; 'confidence'; 1.5
 rm.py --train_path=$trees.jsonl | whole dialogues; python data/convert.py --source=
 sft.py --train_path=$lines.csv | 'prompt'; prompt|answer

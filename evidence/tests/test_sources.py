@@ -74,6 +74,7 @@ def test_data_sets_in_the_layout_of_the_hub(tmp_path):
     (1, "math.csv math_test.csv"), (1, "x.jsonl x-DEV2.jsonl"), (1, "p.jsonl p_held_out.jsonl.gz"),
     (1, "q.csv myTest.csv"), (1, "Train.jsonl Validation.jsonl"), (1, "q.jsonl testdata.jsonl"),
     (1, "train/a.jsonl train/dev.jsonl"), (1, "train.jsonl val-train.jsonl"), (1, "test.jsonl"),
+    *((1, f"a.csv a_{word}.csv") for word in "val valid eval evaluation holdout testing".split()),
     (0, "my-eval/train-0.jsonl my-eval/train-1.jsonl"), (0, "latest.jsonl contest.jsonl"),
     (0, "data-00000-of-00002.csv data-00001-of-00002.csv"), (0, "my_train.jsonl"),
     (2, "data.jsonl data.csv"), (2, "train-00000-of-00001.jsonl train.json")])
