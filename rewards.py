@@ -39,15 +39,14 @@ MODELS = {"reward_model": "reward_path", "judge": "judge_path"}  # and the key t
 BUILT_IN = *RULES, *MODELS
 
 
-def reward_terms(spec, config=None, folder="."):
+def reward_terms(spec, config=None):
     """
     The key reward_functions, a sum of rewards with weights -> [(weight, name, function)]:
 
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
-    A reward of weight 0 is only logged. A model's reward has the function None. FILE.py:FUNCTION is
-    the user's; FILE is relative to `folder`. config: all keys of the script; with it those of the
-    rewards are checked, too. Raises BadInput.
+    A reward of weight 0 is only logged. A model's reward has the function None. config: all keys of
+    the script; with it those of the rewards are checked, too. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms, names = [], []
@@ -63,7 +62,7 @@ def reward_terms(spec, config=None, folder="."):
         if colon:
             from options.foreign_rewards import load_reward
 
-            function = load_reward(name, folder, where)
+            function = load_reward(name, where)
         else:
             function = RULES.get(name) and pkgutil.resolve_name(RULES[name])
         terms.append((factor, short, function))

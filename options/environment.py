@@ -69,7 +69,7 @@ class Environment:
             self.tools = Tools(system, tokenizer)
             tokenizer.chats.kwargs["tools"] = self.tools.schemas  # for the template
         else:
-            self.env = load_function(system.environment, ".", self.name)
+            self.env = load_function(system.environment, self.name)
             self.seeded = "seed" in inspect.signature(self.env).parameters
         check_template(tokenizer, "tool" if self.tools else "user", self.tools)
         self.frames = frames(tokenizer)

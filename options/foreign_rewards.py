@@ -24,12 +24,12 @@ GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of th
 runner = asyncio.Runner()
 
 
-def load_reward(named, folder, where):
+def load_reward(named, where):
     """
     reward(batch) of FILE.py:FUNCTION: a list of B floats, NaN where it gave None, as it does not
     apply to a response; or (b, T), see token_rewards.py. Raises Stop where it fails or hangs.
     """
-    function, name = load_function(named, folder, where), named.rpartition(":")[2]
+    function, name = load_function(named, where), named.rpartition(":")[2]
     if name in BUILT_IN:
         raise BadInput(f"{where}: {name!r} is also a built-in reward; rename yours")
     signature = inspect.signature(function)

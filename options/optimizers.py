@@ -101,7 +101,7 @@ def of_file(kind, system, name, settings):
     """
     from options.user_code import load_function
 
-    made = load_function(kind, ".", f"optim = {system.optim!r}")
+    made = load_function(kind, f"optim = {system.optim!r}")
     taken = set()
     for maker in getattr(made, "__mro__", [made]):
         takes = inspect.signature(maker).parameters.values()

@@ -55,7 +55,7 @@ class Tools:
         self.named = [name.strip() for name in system.tools.split(",")]
         self.schemas, self.types = [], {}  # and {tool: {parameter: its schema}}
         for named in self.named:
-            function = load_function(named, ".", where)
+            function = load_function(named, where)
             try:
                 self.schemas.append(get_json_schema(function))
                 its = inspect.signature(function).parameters
@@ -243,7 +243,7 @@ def serve(named):
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # a tool's prints go to the errors, not between the answers
-    functions = [load_function(name, ".", "tools") for name in named]
+    functions = [load_function(name, "tools") for name in named]
     functions = {function.__name__: function for function in functions}
     lock = threading.Lock()
 

@@ -11,12 +11,12 @@ from prompts import input_hash
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def load_function(named, folder, where):
+def load_function(named, where):
     """The function FILE.py:FUNCTION, whose file is trusted. where: in errors. Raises BadInput."""
     file, colon, name = named.rpartition(":")
     if not colon:
         raise BadInput(f"{where}: wanted FILE.py:FUNCTION, found {named!r}")
-    path = os.path.abspath(os.path.join(folder, file))
+    path = os.path.abspath(file)
     module = load_file(path, where) if os.path.isfile(path) else None
     function = getattr(module, name, None)
     if not callable(function):

@@ -394,7 +394,7 @@ def test_an_optional_package_that_cannot_be_imported_is_named(tmp_path, monkeypa
     write(tmp_path / "mine.py", "def f(batch):\n    import wandb\n")
     place = "wandb.py, line 1" if broken else "mine.py, line 2"
     with pytest.raises(Stop, match=f"^reward 'f' failed at .*{place}: ModuleNotFound"):
-        load_reward(f"{tmp_path}/mine.py:f", ".", "here")(dict(completions=["a"], rows=[{}]))
+        load_reward(f"{tmp_path}/mine.py:f", "here")(dict(completions=["a"], rows=[{}]))
 
 
 def test_without_the_virtual_environment():

@@ -37,6 +37,7 @@ BATCH = dict(completions=["a", "bb", "ccc"], rows=ROWS, seconds=20)
 def test_a_helper_lies_beside_the_file(tmp_path, monkeypatch):
     """And has no name of quartet's; but the file itself may."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
     os.mkdir(tmp_path / "lib_of_mine")
     os.mkdir(tmp_path / "other")
     for name, text in {
@@ -57,12 +58,12 @@ def f(batch):
     assert more.three == three and last_real and math_answer
     return [SIZE, three, torch.ones(1)]
 """)
-    (_, _, reward), = reward_terms("rewards.py:f", folder=str(tmp_path))
+    (_, _, reward), = reward_terms("rewards.py:f")
     assert reward(BATCH) == [6, 3, 1]
     # a file in another folder would get the helper of the first one
     for file, helper in (("1", "prompts"), ("other/mine", "helper_of_mine")):
         with pytest.raises(BadInput, match=f"rename .*/{os.path.dirname(file)}/?{helper}.py"):
-            reward_terms(f"{file}.py:f", folder=str(tmp_path))
+            reward_terms(f"{file}.py:f")
 
 
 NUMBERS = [  # what a rule may return for 1, 2.5, 1
@@ -162,7 +163,7 @@ def test_the_token_of_a_character_in_other_tokenizers(blanks, world):
                 assert not own or token_at(batch, 0, len(text)) == 2 + len(own)
 
 
-def test_which_functions_take_a_batch(tmp_path):
+def test_which_functions_take_a_batch(tmp_path, monkeypatch):
     """Also odd ones, which Python can call with it; the others are refused before the run."""
     tiny.write(tmp_path / "mine.py", """
 import functools
@@ -179,11 +180,12 @@ def no_3(batch, *, weight): pass
 no_4 = Judge
 no_5 = lambda text, row: 1
 """)
+    monkeypatch.chdir(tmp_path)
     for name in "abcde":
-        assert load_reward(f"mine.py:{name}", str(tmp_path), "")(BATCH) == [1, 1, 1]
+        assert load_reward(f"mine.py:{name}", "")(BATCH) == [1, 1, 1]
     for number in range(1, 6):
         with pytest.raises(BadInput, match=f"no_{number}"):
-            load_reward(f"mine.py:no_{number}", str(tmp_path), "")
+            load_reward(f"mine.py:no_{number}", "")
 
 
 REGEX = 're.fullmatch("(a+)+b", "a" * 60)'  # years, in which no other thread of Python runs
@@ -222,12 +224,12 @@ NAMES = [name for name in re.findall(r"def (\w+)\(", FOREVER) if name not in ("c
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rule_that_hangs_is_ended(name, tmp_path):
     """And named by its line, but where the stack has the loop of asyncio alone."""
-    reward = load_reward(f"{tiny.write(tmp_path / 'mine.py', FOREVER)}:{name}", ".", "")
+    reward = load_reward(f"{tiny.write(tmp_path / 'mine.py', FOREVER)}:{name}", "")
     with pytest.raises(Stop, match=f"^reward '{name}' hangs") as e:
         reward(BATCH | dict(seconds=0.1))
     assert ("mine.py, line" in str(e.value)) or name == "awaits"
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-    careless = load_reward(f"{tmp_path}/mine.py:careless", ".", "")
+    careless = load_reward(f"{tmp_path}/mine.py:careless", "")
     assert careless(BATCH) == [1, 2, 3]
     assert torch.is_grad_enabled() and sys.gettrace() is None  # nothing of a rule's is left
 
@@ -236,7 +238,7 @@ def test_what_never_looks_for_signals_ends_the_process(tmp_path):
     """Nothing is saved then; the dump has the line."""
     def before(rank):
         time_limit.LAST_RESORT = 0.5
-        reward = load_reward(f"{tiny.write('mine.py', FOREVER)}:locks", ".", "")
+        reward = load_reward(f"{tiny.write('mine.py', FOREVER)}:locks", "")
         reward(dict(rows=[], completions=[], seconds=0.5))
 
     done = tiny.Started("", [], str(tmp_path), before=before).wait()
@@ -266,10 +268,11 @@ def wants(completions, trainer_state):
 """
 
 
-def test_the_signature_of_trl(tmp_path):
+def test_the_signature_of_trl(tmp_path, monkeypatch):
     """Also an async function: what it makes in a call, it can use in the next, in the same loop."""
-    (tmp_path / "mine.py").write_text(TRL)
-    terms = reward_terms("mine.py:bare,mine.py:few,mine.py:waits", folder=str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    tiny.write("mine.py", TRL)
+    terms = reward_terms("mine.py:bare,mine.py:few,mine.py:waits")
     mine = terms[0][2].__wrapped__.__globals__
     seen = mine["seen"]
     rows = [dict(prompt="one", answer="1", completion="x"), dict(prompt="two", level=2),
@@ -295,4 +298,4 @@ def test_the_signature_of_trl(tmp_path):
     with pytest.raises(BadInput, match="^rows.jsonl: .*'few'.*'level'.*'prompt', 'answer'$"):
         check_rows(terms[1:2], Rows(rows[2:], "rows.jsonl"))
     with pytest.raises(BadInput, match="'wants'.*'trainer_state'"):
-        check_rows(reward_terms("mine.py:wants", folder=str(tmp_path)), Rows(rows))
+        check_rows(reward_terms("mine.py:wants"), Rows(rows))
