@@ -219,11 +219,10 @@ def main(argv):
     run = work.dry_run_by_lines(script, config, [{}] + [
         work.one_row(script, P, mean) for mean in means])
     fits = memory.fitting(script, config, run[2])
-    if fits:
-        peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}
-        bad, _ = memory.verdict(script, config, peaks, fits)
-        if bad:
-            raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
+    peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}
+    bad, _ = memory.verdict(script, config, peaks, fits)
+    if bad:
+        raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
     speed = speed_of(card, config)
     took = own["measure"] and measure.measure(script, config, P, means[0])  # COLLECTIVE
     report(script, config, own, card, P, means, run, speed, took)
