@@ -109,17 +109,16 @@ for policy_name, path in paths.items():
             score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device)
             texts = texts_of(batch, rows, policy.tokenizer)
             measured = {name: x.tolist() for name, x in batch.items()
-                        if name in ("accuracy", "scores", "finished") or name.startswith("reward/")}
+                        if name in ("accuracy", "scores") or name.startswith("reward/")}
             lengths, whole = batch["response_mask"].sum(1).tolist(), whole_responses(texts)
             for i, row in enumerate(batch["row"].tolist()):
-                scores = {name: x[i] for name, x in measured.items() if name != "finished"}
                 record = dict(
                     policy=policy_name, mode=mode, row=row, sample=i % count,
                     prompt=rows[row]["prompt"], text=texts["completions"][i],
-                    answer=final_answer(whole[i]), finished=measured["finished"][i],
+                    answer=final_answer(whole[i]), finished=batch["finished"][i].item(),
                     length=lengths[i],
                     # NaN: it does not apply to this response
-                    scores={name: x for name, x in scores.items() if math.isfinite(x)})
+                    scores={name: x[i] for name, x in measured.items() if math.isfinite(x[i])})
                 if "dialogues" in texts:
                     record["messages"] = texts["dialogues"][i]
                 # equal responses to a prompt are a tie: they get the scores of the first one, for

@@ -131,13 +131,8 @@ def step(*args):
     return take_step(*args) if names["epoch"] < steps else {}
 
 
-def end(*_, **__):
-    """Run.log, where the script ends: the iteration is over."""
-    sys.exit()
-
-
-prompts.encode_prompts, metrics.add_up, Run.step, Run.log = (
-    encode_with_the_prompt, add_up_and_look, step, end)
+prompts.encode_prompts, metrics.add_up, Run.step = encode_with_the_prompt, add_up_and_look, step
+Run.log = lambda *_, **__: sys.exit()  # the iteration is over
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
 prompts.hash_of_ids = lambda _: token_ids  # the prompts are the run's but for the one asked about

@@ -474,8 +474,7 @@ def dry_run(script, config, layers=0):
 
         def step(**keys):
             n, distinct, b, P, R = sizes_of(script, config | keys)
-            decoded = f"{n} rows decode, " if n else ""
-            say_progress(f"a step: {decoded}{b} rows are read and trained")
+            say_progress(f"a step: {n} rows decode, {b} are read and trained")
             found = step_through(models, made, system, n, distinct, b, P, R, tracker)
             found = {key: (peak - moved, count) for key, (peak, count) in found.items()}
             return (n, b), found, tracker.cache
