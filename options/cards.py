@@ -17,12 +17,15 @@ import torch
 from configurator import read_json, write_json, write_text
 from errors import say
 
-# settings that are published, by which each token keeps its probability; None and [] do so, too
+# settings of sampling by which each token keeps its probability; None and [] are such ones, too
 NEUTRAL = dict(
-    do_sample=True, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, epsilon_cutoff=0.0,
-    eta_cutoff=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
-    no_repeat_ngram_size=0, bad_words_ids=None, suppress_tokens=None, begin_suppress_tokens=None,
-    forced_eos_token_id=None, min_length=0, min_new_tokens=0, num_beams=1, penalty_alpha=0.0)
+    do_sample=True, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, top_h=1.0, epsilon_cutoff=0.0,
+    eta_cutoff=0.0, repetition_penalty=1.0, encoder_repetition_penalty=1.0, presence_penalty=0.0,
+    frequency_penalty=0.0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
+    bad_words_ids=None, suppress_tokens=None, begin_suppress_tokens=None, sequence_bias=None,
+    forced_bos_token_id=None, forced_eos_token_id=None, exponential_decay_length_penalty=None,
+    min_length=0, min_new_tokens=0, num_beams=1, penalty_alpha=0.0, guidance_scale=1.0,
+    dola_layers=None, watermarking_config=None, stop_strings=None)
 
 
 def made_on(device):

@@ -304,6 +304,8 @@ def saboteur(deed, ranks):
                 weights("ref_policy")[2] += 0.25
             if due("a bit of the reference"):
                 weights("ref_policy").view(torch.int64)[0] ^= 1
+            if due("a bit of the policy"):  # not the last one, which a step may round away
+                weights("policy").view(torch.int64)[0] ^= 1 << 12
             for name in ("policy", "value_model"):
                 if due(f"a weight of {name}"):
                     weights(name)[0] = torch.nan
@@ -342,6 +344,9 @@ SABOTAGE = {
     "a bit of the reference": (
         "iteration 2: the frozen ref_policy, parameter .* has changed on rank 1", 8, 2,
         dict(zero_stage="ref=3", sync_check_interval=1, num_minibatches=1, ppo_epochs=2)),
+    "a bit of the policy": (
+        "iteration 2: the ranks have drifted apart: policy, parameter .*ln_f.bias differs on", 8, 2,
+        dict(sync_check_interval=1, num_minibatches=1, ppo_epochs=2)),
     "a score": (r"iteration 1, score: reward/reward_model is not finite \(first in response \d",
                 8, 2, {}),
     "the gradient of the value model": (

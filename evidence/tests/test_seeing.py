@@ -95,7 +95,8 @@ def test_each_model_has_a_card(world, tmp_path):
 @pytest.mark.parametrize("settings, theirs, more", [
     (dict(top_p=1, top_k=None, num_beams=1, temperature=0.8, suppress_tokens=[]), "", ""),
     (dict(do_sample=False), "do_sample=False", ""),
-    (dict(suppress_tokens=[7]), "suppress_tokens=[7]", ", suppress_tokens=None"),
+    (dict(suppress_tokens=[7], guidance_scale=1.5), "suppress_tokens=[7], guidance_scale=1.5",
+     ", suppress_tokens=None, guidance_scale=1.0"),
     (dict(top_k=20, repetition_penalty=1.1, do_sample=True, temperature=0.6, eos_token_id=[1, 2]),
      "top_k=20, repetition_penalty=1.1, temperature=0.6", ", repetition_penalty=1.0")])
 def test_what_samples_another_policy(tmp_path, settings, theirs, more):
