@@ -5,6 +5,7 @@ torchrun alone: campaign.py.) A terminal, a pipe or a disk that no longer takes 
 that stops a run before the step, in one line that names it; and another system.
 """
 import builtins
+import ctypes
 import glob
 import json
 import os
@@ -380,13 +381,18 @@ def test_sabotage_stops_the_run_before_the_step(world, tmp_path, deed):
 def become_a_mac(rank):
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun
     of_copy(ROOT)(rank)  # all is imported anew; torch knows its own system
-    sys.platform, opened = "darwin", open
+    sys.platform, opened, library = "darwin", open, ctypes.CDLL
+
+    def no_library(*args, **kwargs):
+        if kwargs:  # a package of others, which knows what it may call there
+            return library(*args, **kwargs)
+        raise OSError("there is no such call")
 
     def elsewhere(path, *args, **kwargs):
         return opened(f"/none{path}" if str(path).startswith(("/proc", "/sys")) else path,
                       *args, **kwargs)
 
-    builtins.open = elsewhere
+    builtins.open, ctypes.CDLL = elsewhere, no_library
     shutil.which = lambda *args, **kwargs: None  # no bubblewrap
     del os.sched_getaffinity, os.memfd_create, os.pidfd_open, resource.prlimit
 
