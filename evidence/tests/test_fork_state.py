@@ -105,6 +105,22 @@ def test_a_run_goes_on_with_all_that_an_optimizer_keeps(world, tmp_path, kind, r
     assert len({record["loss/sft"] for record in read_log(out)[:-1]}) == 3
 
 
+class Apart(torch.optim.SGD):
+    """Of its own a number that is another one on each rank."""
+
+    def step(self, closure=None):
+        super().step()
+        self.param_groups[0]["rank"] = torch.distributed.get_rank()
+
+
+@pytest.mark.parametrize("stage", ["", "1"])
+def test_numbers_of_an_optimizer_are_those_of_all_ranks(world, tmp_path, stage):
+    """Only rank 0's would be saved."""
+    keys = keys_of(world, "sft.py", zero_stage=stage, optim=f"policy={__file__}:Apart")
+    result = run("sft.py", tmp_path, keys, ranks=2)
+    assert 0 not in result.codes and "differ between the ranks" in "".join(result.err), result
+
+
 @pytest.mark.parametrize("text, more, said", [
     ("class A:\n    def __init__(self, parameters, lr): pass", {}, "'A' .*'step'"),
     ("class A:\n    def __init__(self, parameters, beta): pass", {}, "TypeError.*beta"),
