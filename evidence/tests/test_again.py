@@ -14,7 +14,7 @@ import torch
 from checkpoint import cut_logs
 from test_checkpoint import dies_at
 from tiny import (assert_one_line, assert_same_run, at, jsonl, keys_of, read_jsonl, read_log,
-                  read_weights, run, well)
+                  read_weights, run, well, write)
 
 
 def contents(out):
@@ -149,6 +149,26 @@ def test_an_evaluation_of_a_run_that_begins_anew_is_not_kept(tmp_path):
         assert read_jsonl(log) == [{"iteration": 3, "eval/loss": 1.5}]
         assert [row["iteration"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [2, 3]
         assert [row["iteration"] for row in read_jsonl(tmp_path / "rollouts.jsonl")] == [2]
+
+
+RULE = """
+import os
+
+def scripted(batch):  # what an evaluation gets, by the length of the log
+    log = open("out/log.jsonl").readlines() if os.path.exists("out/log.jsonl") else []
+    return [(1, 2, 5, 3, 4)[sum('"loss/policy"' in line for line in log)]] * len(batch["rows"])
+"""
+
+
+def test_the_best_policy_outlives_the_end_of_its_run(world, tmp_path):
+    """The best evaluation is the last one, behind the last checkpoint; then come worse ones."""
+    rule = write(tmp_path / "mine.py", RULE)
+    keys = keys_of(world, "grpo.py", reward_functions=f"{rule}:scripted", keep_best="score",
+                   eval_interval=1, checkpoint_interval=1)
+    for count in 2, 4:
+        out = well("grpo.py", tmp_path, keys | dict(max_iters=count))
+        about = json.loads(Path(f"{out}/best_policy/run.json").read_text())
+        assert (about["iteration"], about["figures"]["score"]) == (2, 5)
 
 
 # keys that a resume changes
