@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from groups import LOSSES, flat_groups, group_advantages, token_weights
-from formulas import importance_weights, kl_estimate, masked_mean, masked_sum, masked_whiten
+from formulas import (importance_weights, kl_estimate, learning_rate_at, masked_mean, masked_sum,
+                      masked_whiten)
 from metrics import explained_variance, gap, gap_limit, summarize
 from model import entropy_of
 
@@ -141,6 +142,14 @@ def test_losses_of_a_policy(kind, want, clipped, slopes):
     assert torch.allclose(torch.where(mask, losses, 0), torch.tensor(want).double())
     assert (found & mask).tolist() == clipped
     assert torch.allclose(logprobs.grad, torch.tensor(slopes).double())
+
+
+@pytest.mark.parametrize("decay, middle", [("constant", 8), ("linear", 4), ("cosine", 4)])
+def test_a_learning_rate_rises_and_falls_and_is_0_before_iteration_0(decay, middle):
+    """A fork may begin a model's schedule later: learning_rate_at(iteration - begins, ...)."""
+    rates = [learning_rate_at(i, 8.0, 4, 20, decay) for i in (-100, -1, 0, 1, 2, 3, 4, 12)]
+    assert rates == pytest.approx([0, 0, 2, 4, 6, 8, 8, middle])
+    assert [learning_rate_at(i, 8.0, 0, 20, decay) for i in (-100, -1, 0)] == [0, 0, 8]
 
 
 def test_a_batch_of_one():
