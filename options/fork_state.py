@@ -187,7 +187,8 @@ def restored(folder, name, model, optimizer, tensors):
         yield full, t
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     for name, p in parameters.items() if adamw and seen else ():
-        lacks = {"step", "exp_avg", "exp_avg_sq"} - (keys := seen.get(name, set()))
+        keys = seen.get(name, set())
+        lacks = {"step", "exp_avg", "exp_avg_sq"} - keys
         # of shards some have never had a gradient
         if lacks and p in stepped and (keys or not parallel.is_shard(p)):
             raise BadInput(f"{where} has no {name}.{min(lacks)}; delete this checkpoint, or choose "
