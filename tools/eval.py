@@ -240,7 +240,8 @@ def cell(its, form):
         return "-"
     mean, error, low, high = (format(x, form) if x is not None else "?" for x in (
         its["mean"], its["error"], its["low"], its["high"]))
-    return f"{mean} ({low} to {high})" if its["wilson"] else f"{mean} ±{error}"
+    # a length is no share, even if all are 1
+    return f"{mean} ({low} to {high})" if its["wilson"] and form != ".1f" else f"{mean} ±{error}"
 
 
 def show(title, table):

@@ -65,6 +65,10 @@ SHORT = dict(policy="policy", ref_policy="ref", reward_model="reward", value_mod
 CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
 OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []),
                gpu_gb=Key(0.0, "GiB of a GPU [>= 0]", []))
+LESS = dict(  # what makes a phase smaller when even one row of it does not fit
+    rollout="zero_stage, offload, dtype and max_new_tokens",
+    reading="zero_stage, offload and head_chunk",
+    update="zero_stage, offload, gradient_checkpointing, head_chunk and lora")
 # torch's collectives: which argument is the whole tensor, and how often it goes over a link, but
 # for a rank's own share: a sum is scattered, and gathered
 LINKS = dict(allreduce_=(0, 2), _allgather_base_=(0, 1), broadcast_=(0, 1),
@@ -517,8 +521,7 @@ def verdict(script, config, peaks, fits):
     """
     room, limit = f"{config['gpu_gb']:g} GiB", config["gpu_gb"] * 2**30
     bad = [f"{phase} does not fit into {room} even with one row: {least / 2**30:.2f} GiB; see "
-           "zero_stage, offload, head_chunk, gradient_checkpointing and lora (docs/scale.md)"
-           for phase, (rows, least) in fits.items() if not rows]
+           f"{LESS[phase]} (docs/scale.md)" for phase, (rows, least) in fits.items() if not rows]
     good, (*_, P, R) = [], sizes_of(script, config)
     tokens = config.get("micro_batch_tokens") and P + R  # it bounds the rows in the place of
     bounds = {"micro_batch_tokens" if tokens else "micro_batch_size": ("reading", "update"),

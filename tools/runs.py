@@ -146,6 +146,9 @@ def split_paths(text, key):
     printed. Raises BadInput.
     """
     paths = [path.strip() for path in text.split(",") if path.strip()]
+    for path in paths:
+        if " " in path and not os.path.isdir(path) and any(map(os.path.isdir, path.split())):
+            raise BadInput(f"{key} = {text!r}: there are commas between several folders")
     full = list(map(os.path.abspath, paths))
     if not paths or len(set(full)) < len(full):
         raise BadInput(f"{key} = {text!r}: wanted a folder, or several different ones with commas")

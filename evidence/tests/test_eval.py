@@ -17,7 +17,7 @@ import pretend
 import pytest
 from tiny import (Started, assert_one_line, jsonl, keys_of, read_jsonl, run, said_by, typed, well,
                   write)
-from tools.runs import ASKED, JUDGED, as_in_run, estimate, system_message_of
+from tools.runs import ASKED, JUDGED, as_in_run, estimate, split_paths, system_message_of
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
@@ -89,9 +89,12 @@ def test_the_interval_of_a_share():
 
 
 def test_no_figure_is_printed_without_its_interval(keys, tmp_path):
-    """Of one prompt: nothing is right, which is no 0 without a doubt; a length has no error."""
+    """
+    Of one prompt: nothing is right, which is no 0 without a doubt; a length has no error. It is 1
+    here, and no share.
+    """
     said = evaluated(tmp_path, keys | dict(reward_functions="accuracy,length", samples=2,
-                                           reward_path="", limit=1)).said
+                                           reward_path="", limit=1, max_new_tokens=1)).said
     lines = re.findall(r"(?m)^((?:greedy|sampled) .*?)  +(\S.*)$", said)
     assert len(lines) >= 10
     for name, cells in lines:
@@ -242,6 +245,11 @@ def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
     typed_one = evaluated(tmp_path, keys | dict(
         samples=0, max_new_tokens=3, limit=2, environment="", reward_functions="length"))
     assert [r["length"] <= 3 and "messages" not in r for r in typed_one.records] == [True] * 2
+
+
+def test_a_blank_between_policies(world):
+    with pytest.raises(errors.BadInput, match="commas between"):
+        split_paths(f"{world.policy} {world.tied}", "policies")
 
 
 def test_samples_with_scores(world, trained, tmp_path):

@@ -159,4 +159,6 @@ def test_what_fits_does_and_what_does_not_is_named(script, bounds, more, llama):
         bad, good = verdict(script, config, peaks, fitting(script, config, step))
         assert re.search(r"update does not fit into .* even with one row: .*gradient_check",
                          str(bad)) and not good
+        (line,), _ = verdict(script, config, peaks, dict(rollout=(0, least)))  # it has no gradients
+        assert "max_new_tokens" in line and "gradient_check" not in line
     assert free.get("rollout", limit + 1) > limit  # 512 rows at once
