@@ -150,7 +150,7 @@ class Run:
 
     def save(self):
         """A collective: audit, and write a checkpoint."""
-        if self.folder and self.iteration == self.start:  # the run has resumed from it
+        if self.folder and self.iteration == self.start:  # it is there; a kill may leave older ones
             return parallel.alone(lambda: delete_older(  # COLLECTIVE
                 self.out_dir, self.iteration, self.system.keep_checkpoints))
         self.enter("checkpoint")
