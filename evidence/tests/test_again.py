@@ -144,6 +144,8 @@ def test_an_evaluation_of_a_run_that_begins_anew_is_not_kept(tmp_path):
     jsonl(log, [{"iteration": 3, "eval/loss": 1.5, "loss/sft": 2.0}])
     for file in ("samples", "rollouts"):
         jsonl(tmp_path / f"{file}.jsonl", [dict(iteration=i) for i in (2, 3, 4)])
+    with open(log, "a") as f:
+        f.write('{"iteration": 2, "x')  # a kill has cut it
     for _ in range(2):  # a run that is killed at once, too
         assert cut_logs(str(tmp_path), 3) == {"eval/loss": 1.5}
         assert read_jsonl(log) == [{"iteration": 3, "eval/loss": 1.5}]
