@@ -87,16 +87,20 @@ def test_each_step_of_a_script_is_a_command_that_there_is(tmp_path, script, step
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"seed": 1}' * name.endswith(".json"))
     (tmp_path / "bwrap").chmod(0o755)
-    env = noting(tmp_path) | dict(SFT="--max_iters=9", PAIRS="--pairs=10 --samples=2",
+    env = noting(tmp_path) | dict(SFT="--max_iters=9", PAIRS="--pairs=10 --samples=2", RANKS="3",
                                   RM="--max_iters=9", PPO="--max_iters=9 --lora=2")
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     result = bash(tmp_path, *f"runs/{script}".split(), env=env)
     assert result.returncode == 0, result
     said = [shlex.split(line) for line in (tmp_path / "said").read_text().split("\n") if line]
+    on_ranks = {args[2] for args in said if args[:2] == ["runs/ranks.py", "3"] and args[2:]}
+    said = [args[2:] or ["-"] if args[0] == "runs/ranks.py" else args for args in said]
     said = [[f"{args[1].replace('.', '/')}.py", *args[2:]] if args[0] == "-m" else args
             for args in said if args[:2] not in (["-m", "pip"], ["-m", "pytest"])]
     said = [args for args in said if args[0][0] != "-" and args[-1][:4] != "out/"]
     assert len(said) == steps, said
+    assert script in ("vllm.sh 1", "gpu.sh") or on_ranks == {args[0] for args in said} & {
+        "sft.py", "rm.py", "ppo.py", "grpo.py", "data/arithmetic/pairs.py"}
     more = sum({"--max_iters=9", "--pairs=10", "--lora=2"} & {*args} != set() for args in said)
     assert more == (4 if script in ("quickstart.sh", "smollm2.sh") else 0), said
     shared = read_keys(f"{ROOT}/config/keys.py")
