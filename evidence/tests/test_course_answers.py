@@ -122,6 +122,7 @@ def nonterminal(r, v, m, g, lam):  # each step times the mask
 answers("gae(r, v, m, g, lam)", r"""
 compute_gae(r[None], v[None], m[None], g, lam)[0][0]
 gae(r.float(), v.float(), m, g, lam).numpy()
+(x for x in gae(r, v, m, g, lam))
 [x if kept else 0 for x, kept in zip(gae(r, v, m, g, lam), m, strict=True)]
 gae(r, v, m | True, g, lam) * m  # only at the end
 gae(r, v, m | True, g, lam)  # do not use the mask
