@@ -29,7 +29,9 @@ def check_sizes(path, file):
         if part.get("type") == "Replace":
             pattern, letters = part.get("pattern"), len(str(part.get("content")))
             found = pattern.get("String") if isinstance(pattern, dict) else None
-            growth *= max((letters + (not found and fits_between(pattern))) / len(found or "a"), 1)
+            if not found and fits_between(pattern):
+                letters += 1  # the one beside it stays
+            growth *= max(letters / len(found or "a"), 1)
         return part
 
     try:
