@@ -39,7 +39,7 @@ def check_sizes(path, file):
             json.load(f, object_hook=look)
     except BadInput:
         raise
-    except (OSError, ValueError, RecursionError):  # its readers say it
+    except (OSError, ValueError, TypeError, RecursionError):  # its readers say it
         return
     if growth > GROWTH:
         raise BadInput(f"{path}: its tokenizer.json replaces letters by texts that are together "

@@ -316,6 +316,7 @@ FOLDERS = [  # a file of a model's folder, what it says, whether transformers ma
     ("tokenizer.json", replacing(dict(Regex="."), "aa", 40), False),
     ("tokenizer.json", replacing(dict(Regex="x*"), "a", 40), False),
     ("tokenizer.json", replacing(dict(Regex="(?=a)"), "a", 40), False),
+    ("tokenizer.json", replacing(dict(String=5), "a"), False),
     ("tokenizer_config.json", dict(chat_template="{{ '%999999999d' % 1 }}"), False),
     ("config.json", dict(num_labels=1000, vocab_size_per_layer_input=262144), True),
     ("tokenizer.json", replacing(dict(String=" "), "\u2581", 40), True),
