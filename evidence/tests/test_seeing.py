@@ -216,6 +216,10 @@ def test_a_picture_of_two_runs(done, tmp_path):
     assert panels["eval/kl"] == [
         [[0, 1, 2], [record["eval/kl"] for record in read_jsonl(f"{done[name]}/log.jsonl")]]
         for name in ("ppo", "grpo")]
+    os.makedirs(tmp_path / "mine")  # none of the panels' metrics
+    jsonl(tmp_path / "mine/log.jsonl", [dict(iteration=0, mine=1.0)])
+    said_by("tools/plot.py", tmp_path, dict(runs="mine", out="a.png"), before=before)
+    assert json.loads((tmp_path / "drawn.json").read_text()) == {"mine": [[[0], [1]]]}
 
 
 def test_curves_over_another_metric_and_smoothed(tmp_path):
