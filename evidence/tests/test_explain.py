@@ -22,7 +22,7 @@ from tiny import (Started, assert_one_line, at, jsonl, keys_of, read_jsonl, run,
 from checkpoint import hashes
 from configurator import write_json
 from errors import BadInput
-from tools.iteration import script_of
+from tools.iteration import is_same, script_of
 from tools.runs import refuse_code
 
 DONE, BATCH = 2, 5  # iterations that the copy of the run has done; responses of one
@@ -159,7 +159,24 @@ def test_nothing_that_a_run_names_is_run_unless_one_says_so(runs, tmp_path):
         assert not ran.exists(), key
 
 
+def test_the_system_message_of_the_run_is_shown(world, tmp_path):
+    chats = [dict(prompt=[dict(role="user", content=text)], answer="a") for text in ("ab", "c")]
+    well("grpo.py", tmp_path, keys_of(
+        world, "grpo.py", max_iters=1, policy_path=world.chatty, chat_template=world.template,
+        system_prompt="be brief", prompts_path=jsonl(tmp_path / "chats.jsonl", chats), eval_path="",
+        reward_functions="accuracy", batch_size=3, num_minibatches=1))
+    said = explain(tmp_path, run="out", prompt="12=", answer="a")
+    assert "\nsystem    'be brief'\nprompt    " in said
+
+
 # all responses of an iteration
+
+def test_figures_are_those_of_a_log_to_nine_digits():
+    """JSON has null for what is not finite."""
+    same = [(0.1 + 0.2, 0.3), (math.nan, None), (math.inf, None), (3, 3), ("ab", "ab")]
+    other = [(0.3, 0.300001), (0.5, None), (None, 0.5), (3, 4), ("ab", "a"), (math.nan, 0.5)]
+    assert [is_same(*pair) for pair in same + other] == [True] * 5 + [False] * 6
+
 
 def page(folder, **keys):
     """(what the tool prints, the data of its page)."""

@@ -159,6 +159,8 @@ def test_what_an_iteration_of_ppo_computes_by_hand(tmp_path):
     for phase, numbers in (("sampling", whole), ("reading", 2 * whole),
                            ("update", 2 * whole + layer + head)):
         assert split[phase].sent == pytest.approx(3 / 4 * 4 * numbers, rel=0.01)
+    both = found("grpo", group_size=2, world_size=2, num_minibatches=2)  # gradients, twice
+    assert both["gradients"].sent == pytest.approx(2 * 2 * 1 / 2 * 4 * whole, rel=0.01)
 
 
 def test_measured_on_this_cpu_with_two_ranks(tmp_path):
