@@ -561,5 +561,6 @@ if __name__ == "__main__":
         parts = {name: peak / size for (of, name), peak in peaks.items() if of == phase}
         print(f"{phase:<14}{max(parts.values()):>13.2f}   "
               + ", ".join(f"{name} {peak:.2f}" for name, peak in parts.items()))
-    bad, good = verdict(script, config, peaks, fits)
-    print("\n".join(["", *good, *bad]))
+    if fits:
+        bad, good = verdict(script, config, peaks, fits)
+        print("\n".join(["", *good, *bad]))
