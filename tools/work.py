@@ -234,8 +234,9 @@ def least_of(work, card):
 
 def helpful(script, config, run, P, mean, speed):
     """
-    [(seconds saved, keys to type)] of as many rows as fit, and of two keys with as many, which save
-    some of an iteration's limit, the best first. run: of dry_run_by_lines, with one_row.
+    [(seconds saved, keys to type)]: as many rows as fit, of a rollout or of a micro-batch; and two
+    other keys with both. Those that save some of an iteration's limit, the best first. run: of
+    dry_run_by_lines, with one_row.
     """
     def limit(config, run):
         least = least_of(work_of(script, config, run, P, mean), speed)
@@ -260,8 +261,8 @@ def helpful(script, config, run, P, mean, speed):
             most = dict(micro_batch_tokens=rows * (prompt + longest))
             if "rollout" in fits:
                 most["rollout_batch_size"] = fits["rollout"][0]
-            saved = now - limit(config | change | most, run)
-            found.append((saved, change | most))
+            for keys in [change | most] if change else [{key: x} for key, x in most.items()]:
+                found.append((now - limit(config | keys, run), keys))
     return sorted((x for x in found if x[0] > 0.002 * now), key=lambda pair: -pair[0])
 
 

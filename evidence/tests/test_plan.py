@@ -228,7 +228,7 @@ def test_keys_that_the_script_refuses_are_not_proposed(world, tmp_path):
         policy_path=world.policy, reward_functions="accuracy", max_new_tokens=32, batch_size=16,
         rollout_batch_size=2, optim="adafactor")), "--gpus=2xL4", "--prompt=9"])
     proposed = said.partition("with other keys")[2]
-    assert "--rollout_batch_size=8" in proposed and "--zero_stage" not in proposed, said
+    assert " s   --rollout_batch_size=8\n" in proposed and "--zero_stage" not in proposed, said
 
 
 # what a script refuses before it loads a model, or while it does
