@@ -70,8 +70,8 @@ def measure(script, config, P, mean):
         few, many = (clock(lambda x=x: decode(live, begin, 1 + x), 2) for x in (steps, 2 * steps))
         found["rollout", "responses"] = max(many - few, 0) / steps
 
-    with memory.without_files():
-        whole = memory.build(script, config, torch.device("meta"))
+    with memory.without_files():  # whole, since FSDP has no ranks of meta tensors
+        whole = memory.build(script, config | dict(zero_stage=""), torch.device("meta"))
     layers = {model.config.num_hidden_layers for model in whole.values()}
     sizes = (2, 4) if min(layers) > 4 else (0,)
     for size in sizes:
