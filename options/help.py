@@ -18,7 +18,7 @@ def print_help(script, doc, keys):
         say(line)
 
     for paragraph in (doc or "").strip().split("\n\n"):
-        if re.search(r"^ |  ", paragraph, re.MULTILINE):  # commands, a list or a table
+        if re.search(r"^(python)? |  ", paragraph, re.MULTILINE):  # commands, a list or a table
             for line in paragraph.split("\n"):
                 column = len(re.match(r"(.*  )?( *\d\) )?", line)[0])  # the last one of a table
                 if column > width - 24 and len(line) > width:  # no room beside the others: below

@@ -339,7 +339,7 @@ def test_a_table_of_a_country_with_decimal_commas(tmp_path):
 
 
 def test_help_fits_the_terminal(tmp_path):
-    for script, width in (("ppo.py", 40), ("ppo.py", 200), ("tools/eval.py", 60)):
+    for script, width in (("ppo.py", 40), ("ppo.py", 200), ("tools/plot.py", 60)):
         columns = partial(os.environ.update, COLUMNS=str(width))
         ended = Started(script, ["--help"], str(tmp_path), before=lambda _, do=columns: do()).wait()
         assert ended.codes == [0], ended
@@ -350,6 +350,7 @@ def test_help_fits_the_terminal(tmp_path):
         for name, key in read_keys(f"{ROOT}/{script}").items():
             assert f"    {name} = {key.default!r}" in said or width < 60
             assert " ".join(key.comment.split("[")[0].split()) in " ".join(said.split())
+        assert not re.search(r"(?m)^.*\w.*python tools", said)  # a command begins its line
 
 
 @pytest.mark.parametrize("line, folder, file", [
