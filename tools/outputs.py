@@ -30,7 +30,7 @@ def check_outputs(key, paths, sources):
             why = "is a file of a run or a model"
         else:
             if os.path.lexists(path):
-                say(f"{path} is there, and is replaced at the end")
+                say(f"{path} is there, and is replaced")
             continue
         raise BadInput(f"{path} {why}, and would be overwritten; type another {key}")
 
