@@ -364,7 +364,7 @@ class Proof:
     def why(self, said):
         """What may be the cause of a small run's failure, by what it says; and what to type."""
         named = {name for name in self.keys if f"{name} = " in said}
-        values = {name for name, x in self.keys.items() if isinstance(x, str) and (
+        values = {name for name, x in self.keys.items() if isinstance(x, str) and x and (
             repr(x) in said or re.search(r"[./]", x) and x in said)}
         named |= values & {*self.typed} or values
         lines = [f"--{name} is what you typed" if name in self.typed else
