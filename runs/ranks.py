@@ -54,8 +54,9 @@ def main(number, *command):
         elastic_launch(config, meet)()
         return 0
     try:
-        run.run(run.parse_args([f"--nproc_per_node={number}", f"--shutdown_timeout={PATIENCE}",
-                                *command]))
+        args = run.parse_args([f"--nproc_per_node={number}", *command])
+        args.shutdown_timeout = PATIENCE  # torch 2.11 does not read it, and gives 30 seconds
+        run.run(args)
     except ChildFailedError as e:  # it has said why, in its own line
         return max(1, e.get_first_failure()[1].exitcode)
     except SignalException as e:
