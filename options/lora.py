@@ -24,10 +24,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import for_model, read_json, write_json
-from errors import BadInput, say, shorten
+from errors import BadInput, optional, say, shorten
 from load import read_model
 from model import at_least_float32
-from options.folders import check_sizes
 from options.trunk import OnTrunk, layers_of
 
 # a mixture's modules that choose experts, or weigh them: linear maps, or with such maps inside
@@ -375,7 +374,7 @@ def lowest_base(folder, unless=""):
 def read_merged(folder, head, system, device, seed):
     """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
     base, (_, tensors, notes) = base_of(folder), read_adapter(folder)
-    check_sizes(base, "config.json")  # of others tokenizer.read_folder asks it
+    optional("folders.check_sizes")(base, "config.json")  # of others tokenizer.read_folder asks it
     model = read_model(base, head, system, device, seed)
     if SCORE in tensors and head == "lm":
         raise BadInput(f"{folder}: this adapter has a score head: it makes a reward model, not a "
