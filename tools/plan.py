@@ -216,7 +216,8 @@ def main(argv):
     print(f"{script}.py on {number} x {name}, {config['dtype']}, {config['batch_size']} rows an "
           f"iteration\nprompts of {P} tokens ({where}), responses of {means[0]}, the longest of "
           f"{longest}", flush=True)
-    run = work.dry_run_by_lines(script, config, [{}] + [
+    depths = work.depths_of(script, config)
+    run = work.dry_run_by_lines(script, config, depths, [{}] + [
         work.one_row(script, P, mean) for mean in means])
     fits = memory.fitting(script, config, run[2])
     peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}
@@ -227,7 +228,7 @@ def main(argv):
     took = own["measure"] and measure.measure(script, config, P, means[0])  # COLLECTIVE
     report(script, config, own, card, P, means, run, speed, took)
     if fits:
-        found = work.helpful(script, config, run, P, means[0], speed)
+        found = work.helpful(script, config, depths, run, P, means[0], speed)
         print("\nan iteration's limit with other keys, and as many rows as fit:" if found else
               "\nNeither rollout_batch_size, micro_batch_tokens, zero_stage nor head_chunk lowers "
               "the limit.")

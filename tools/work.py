@@ -144,14 +144,14 @@ def to_all_layers(few, more, deep):
         deep.get(name, policy) - few)
 
 
-def dry_run_by_lines(script, config, wanted):
+def dry_run_by_lines(script, config, depths, wanted):
     """
-    (rows, numbers, step) like dry_run's, but through models of few layers and lines to all, see
-    depths_of; step takes the keys of `wanted`, a list of dicts, and those of fitting. A peak by a
-    line can be too low, where with few layers another moment is the highest.
+    (rows, numbers, step) like dry_run's, but through models of few layers and lines to all. depths:
+    of depths_of. step takes the keys of `wanted`, a list of dicts, and those of fitting. A peak by
+    a line can be too low, where with few layers another moment is the highest.
     """
     wanted = wanted + [FEWEST, MOST] * bool(config["gpu_gb"])
-    depths, taken = depths_of(script, config), []
+    taken = []
     for layers in depths[:2] if depths else (0,):
         with dry_run(script, config, layers) as (rows, numbers, step):
             taken.append((rows, numbers, [step(**keys) for keys in wanted]))
@@ -232,7 +232,7 @@ def least_of(work, card):
 # keys that may help
 
 
-def helpful(script, config, run, P, mean, speed):
+def helpful(script, config, depths, run, P, mean, speed):
     """
     [(seconds saved, keys to type)]: as many rows as fit, of a rollout or of a micro-batch; and two
     other keys with both. Those that save some of an iteration's limit, the best first. run: of
@@ -252,7 +252,8 @@ def helpful(script, config, run, P, mean, speed):
             say_progress(f"with {' '.join(typed(change))}")
             try:
                 with contextlib.redirect_stdout(None):
-                    run = dry_run_by_lines(script, config | change, [one_row(script, P, mean)])
+                    run = dry_run_by_lines(
+                        script, config | change, depths, [one_row(script, P, mean)])
             except BadInput:
                 continue  # such as stage 3 with adafactor
         fits = fitting(script, config | change, run[2])

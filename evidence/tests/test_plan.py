@@ -61,8 +61,9 @@ def test_deep_models_are_lines_through_shallow_ones(tmp_path):
         world_size=2, gpu_gb=1, group_size=2))])
     with dry_run(script, config) as run:
         whole = [run[2](**keys) for keys in (one_row(script, 4, 6), MOST)]
-    assert depths_of(script, config) == (2, 4, dict(policy=8, reward_model=10))
-    lines = dry_run_by_lines(script, config, [one_row(script, 4, 6)])
+    depths = depths_of(script, config)
+    assert depths == (2, 4, dict(policy=8, reward_model=10))
+    lines = dry_run_by_lines(script, config, depths, [one_row(script, 4, 6)])
     assert lines[:2] == run[:2]
     (_, found, cache), (_, found2, cache2) = lines[2](**one_row(script, 4, 6)), whole[0]
     assert cache == cache2 and found.keys() == found2.keys()
